@@ -1,0 +1,1 @@
+"""What touches a transport or an engine: adapters between pdkv and vLLM, NIXL and others."""

@@ -1,0 +1,12 @@
+"""The connectors that this distribution announces. Imports no engine and no transport."""
+
+from __future__ import annotations
+
+from pdkv.registry import ConnectorEntry
+
+NIXL_PULL = ConnectorEntry(
+    name="nixl-pull",
+    vllm_class="PdkvNixlPullConnector",
+    vllm_module_path="pdkv_connectors.vllm.nixl",
+    summary="decode reads KV from prefill over NIXL, after prefill has finished",
+)

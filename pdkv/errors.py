@@ -1,0 +1,113 @@
+"""Every exception that pdkv raises on purpose.
+
+::
+
+    PdkvError
+    ├── ConfigError              a setting is wrong; change it and try again     (also a ValueError)
+    │   ├── LayoutError          the KV cache layout cannot do what was asked
+    │   └── CapacityError        a size or count is too small or too large
+    ├── StateError               the call is not allowed in the present state    (also a RuntimeError)
+    ├── DriverError              the operating system or GPU driver refused a memory call
+    │   ├── DriverUnavailableError   this driver cannot work on this machine
+    │   └── OutOfMemoryError     not enough physical memory; carries `wanted` and `free`   (also a MemoryError)
+    ├── ExtentError              a range is not one chunk of the committed prefix (I5, I6)
+    ├── ConnectorError           a KV connector or its engine is not what pdkv needs
+    │   ├── SeamError            a private API of the engine is not where it is expected
+    │   └── StaleGenerationError a transfer names memory that has been replaced (I10)
+    └── ProgramError             a program of pdkv cannot go on
+        ├── LaunchError          an engine did not start, died, or missed its deadline
+        └── HarnessError         a comparison could not be carried out
+
+One class per thing a caller could do about it. Each message says what was wanted, what was found, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class PdkvError(Exception):
+    """Root of all exceptions that pdkv raises on purpose."""
+
+
+class ConfigError(PdkvError, ValueError):
+    """A setting is wrong. Nothing was changed; correct it and call again."""
+
+
+class LayoutError(ConfigError):
+    """The KV cache layout cannot do what was asked. The message names a layout that can."""
+
+
+class CapacityError(ConfigError):
+    """A size or a count is too small or too large. The message says what would be enough."""
+
+
+class StateError(PdkvError, RuntimeError):
+    """The call is not allowed in the present state, which the message names."""
+
+
+class DriverError(PdkvError):
+    """The operating system or the GPU driver refused a memory call."""
+
+
+class DriverUnavailableError(DriverError):
+    """This memory driver cannot work on this machine. The message says why."""
+
+
+class OutOfMemoryError(DriverError, MemoryError):
+    """Not enough physical memory.
+
+    Attributes:
+        wanted: bytes that were asked for, rounded to granules.
+        free: bytes that were free when the request failed, as the driver counts them.
+    """
+
+    def __init__(self, message: str, *, wanted: int, free: int) -> None:
+        super().__init__(message)
+        self.wanted = wanted
+        self.free = free
+
+
+class ExtentError(PdkvError):
+    """A range that was to be registered or transferred is not within one chunk of the committed prefix."""
+
+
+class ConnectorError(PdkvError):
+    """A KV connector, or the engine around it, is not what pdkv needs."""
+
+
+class SeamError(ConnectorError):
+    """A private API of the engine is not where pdkv expects it, or did not fire exactly once."""
+
+
+class StaleGenerationError(ConnectorError):
+    """A transfer names a generation of the cache whose physical memory has been replaced since."""
+
+
+class ProgramError(PdkvError):
+    """A program of pdkv cannot go on. Its message is what the user reads."""
+
+
+class LaunchError(ProgramError):
+    """An engine did not start, died, or missed its deadline."""
+
+
+class HarnessError(ProgramError):
+    """A comparison could not be carried out."""
+
+
+__all__ = [
+    "CapacityError",
+    "ConfigError",
+    "ConnectorError",
+    "DriverError",
+    "DriverUnavailableError",
+    "ExtentError",
+    "HarnessError",
+    "LaunchError",
+    "LayoutError",
+    "OutOfMemoryError",
+    "PdkvError",
+    "ProgramError",
+    "SeamError",
+    "StaleGenerationError",
+    "StateError",
+]

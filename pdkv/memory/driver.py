@@ -1,0 +1,143 @@
+"""The contract between pdkv and whoever owns physical memory: an operating system or a GPU driver.
+
+Four things are kept apart, as the CUDA driver keeps them apart:
+
+- a *reservation* is a range of virtual addresses without memory behind it;
+- a *chunk* is physical memory without an address;
+- a *mapping* puts a whole chunk at an address inside a reservation;
+- a *view* is a tensor over addresses, mapped or not.
+
+All sizes and addresses are in bytes and multiples of the driver's granule, unless a method says otherwise. A method that
+fails raises a :class:`pdkv.errors.DriverError` and leaves everything as it was before the call. Drivers are used from one
+thread at a time. `pdkv.testing.check_driver` is the executable form of this contract.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInfo:
+    """Free and total physical memory in bytes, as the operating system or driver counts them now."""
+
+    free: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class PhysicalChunk:
+    """Physical memory of a driver: `nbytes` long, known to the driver by `handle`.
+
+    `handle` is opaque outside the driver. On the host it is a file descriptor of a memfd, on CUDA a generic allocation
+    handle. The same handle value may come back for another chunk once this one was released.
+    """
+
+    handle: Any
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MappedChunk:
+    """One mapping as the operating system or driver reports it, not as anyone remembers it.
+
+    `ident` tells physical chunks apart: two mappings with the same `ident` show the same physical chunk.
+    """
+
+    address: int
+    nbytes: int
+    ident: int
+
+
+class MemoryDriver(ABC):
+    """Reserve, create, map, zero, ask, and undo. See the module's docstring for the words."""
+
+    #: Short name by which :func:`pdkv.memory.open_driver` knows it: "host", "cuda", "hip".
+    name: str
+    #: Device number as transports count it; 0 on the host.
+    device_id: int
+    #: The smallest size a chunk can have, in bytes; a power of two.
+    granule: int
+
+    @abstractmethod
+    def reserve(self, nbytes: int) -> int:
+        """Reserve `nbytes` of virtual addresses and return the first, aligned to the granule. Takes no memory."""
+
+    @abstractmethod
+    def unreserve(self, address: int, nbytes: int) -> None:
+        """Give back a whole range that :meth:`reserve` returned. Nothing may be mapped in it any more."""
+
+    @abstractmethod
+    def create(self, nbytes: int) -> PhysicalChunk:
+        """Allocate one physical chunk.
+
+        Raises:
+            OutOfMemoryError: there is not enough memory; it is known here or at :meth:`map`, never at first touch.
+        """
+
+    @abstractmethod
+    def release(self, chunk: PhysicalChunk) -> None:
+        """Let go of a chunk. Its memory is free once no mapping and no importing peer holds it either."""
+
+    @abstractmethod
+    def map(self, address: int, chunk: PhysicalChunk) -> None:
+        """Map the whole chunk at `address`, inside a reservation, readable and writable, backed by real memory.
+
+        The contents are undefined until :meth:`zero`.
+
+        Raises:
+            OutOfMemoryError: physical memory ran out while the chunk was being backed; nothing stays mapped.
+        """
+
+    @abstractmethod
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Unmap the one whole mapping at `address`; the addresses stay reserved. Waits for the device's work first."""
+
+    @abstractmethod
+    def zero(self, address: int, nbytes: int) -> None:
+        """Fill a mapped range (any multiple of 1 byte, across mappings) with zero bytes, done when it returns."""
+
+    @abstractmethod
+    def copy(self, destination: int, source: int, nbytes: int) -> None:
+        """Copy between two mapped ranges that do not overlap, done when it returns."""
+
+    @abstractmethod
+    def query_chunks(self, address: int, nbytes: int) -> tuple[MappedChunk, ...]:
+        """Ask the operating system or driver what is mapped in the range, in address order; whole mappings only."""
+
+    @abstractmethod
+    def memory_info(self) -> MemoryInfo:
+        """Free and total memory now, as the operating system or driver counts them."""
+
+    @abstractmethod
+    def export_fd(self, chunk: PhysicalChunk) -> int:
+        """A new file descriptor, owned by the caller, through which another process can map the chunk.
+
+        Raises:
+            DriverError: chunks of this driver cannot be exported.
+        """
+
+    @abstractmethod
+    def tensor(self, address: int, nbytes: int, keepalive: object) -> torch.Tensor:
+        """A one-dimensional int8 tensor over the range, mapped or not, that touches no page.
+
+        The tensor's storage begins at `address` and spans exactly `nbytes`. `keepalive` lives as long as any tensor
+        that shares the storage.
+        """
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait for all work of the device that may still touch mapped memory."""
+
+    def describe(self) -> dict[str, str | int | bool]:
+        """What an operator wants to know: name, device, granule, handle type and the like."""
+        return {"driver": self.name, "device_id": self.device_id, "granule": self.granule}
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what the driver itself holds. Idempotent. Chunks and reservations are their owners' to release."""
