@@ -154,8 +154,8 @@ def committable_blocks(
 
     Free memory plus the committed prefix, less a reserve (the larger of the profiled activation peak and
     `warmup_reserve_fraction` of the headroom), less the margin over that reserve. Never below what is committed
-    already, nor above the capacity. The ranks agree because a rank that skips a warmup step leaves the others waiting in
-    it.
+    already, nor above the capacity. The ranks agree because a rank that skips a warmup step leaves the others waiting
+    in it.
 
     Args:
         free_memory: bytes free on the device now.
