@@ -1,0 +1,106 @@
+"""Checks and choices that depend on the machine: the model folder, free ports, the device, its CPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from pdkv.errors import ConfigError
+from pdkv.launch.settings import EngineSettings, is_wildcard
+from pdkv.sockets import bind, describe_bind_failure
+
+NVIDIA_DEVICE_NODE = Path("/dev/nvidiactl")  # made by the driver for every process that may use a GPU
+
+_picked: set[int] = set()
+
+
+def check_model(model: Path) -> None:
+    """Refuse a folder that vLLM could not load, in a sentence instead of vLLM's traceback a minute later."""
+    if not model.is_dir():
+        raise ConfigError(f"the model folder {model} does not exist; give --model a local folder with config.json.")
+    if not (model / "config.json").is_file():
+        raise ConfigError(
+            f"{model} holds no config.json, so it is no model in the Hugging Face format; give --model the folder "
+            "that save_pretrained wrote."
+        )
+
+
+def check_port(host: str, port: int, option: str = "--port") -> None:
+    """Refuse a port that somebody listens on already.
+
+    vLLM itself listens with ``SO_REUSEPORT``, so that a second one would start on the same port in silence and get
+    half of the connections.
+    """
+    try:
+        with bind(host, port):
+            pass
+    except OSError as error:
+        raise ConfigError(describe_bind_failure(error, host, port, option)) from error
+
+
+def pick_free_ports(hosts: Sequence[str]) -> tuple[int, ...]:
+    """One free port for each host, none that this process was given before. They are free again on return."""
+    with ExitStack() as held:
+        ports: list[int] = []
+        while len(ports) < len(hosts):
+            port = held.enter_context(bind(hosts[len(ports)], 0)).getsockname()[1]
+            if port not in _picked:  # given out earlier, and its server may not listen yet
+                _picked.add(port)
+                ports.append(port)
+    return tuple(ports)
+
+
+def resolve_device(device: str) -> str:
+    """``cpu`` or ``cuda``; ``auto`` looks for the NVIDIA device node, which costs no import of torch."""
+    if device != "auto":
+        return device
+    return "cuda" if NVIDIA_DEVICE_NODE.exists() else "cpu"
+
+
+def reachable_host(host: str) -> str:
+    """The address at which this machine reaches a server that listens on `host`."""
+    if not is_wildcard(host):
+        return host
+    return "::1" if ":" in host else "127.0.0.1"
+
+
+def share_cpus(engines: Sequence[EngineSettings]) -> tuple[EngineSettings, ...]:
+    """The engines with the CPUs of this machine shared out among those that run on the CPU and name none.
+
+    vLLM's own choice (``auto``) gives every engine the same cores, and two engines then spin against each other.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    wanting = [e for e in engines if e.cpus is None and e.device == "cpu"]
+    if len(wanting) < 2 or len(allowed) < len(wanting):
+        return tuple(engines)
+    share = len(allowed) // len(wanting)
+    shares = {id(e): allowed[i * share : (i + 1) * share] for i, e in enumerate(wanting)}
+    return tuple(replace(e, cpus=",".join(map(str, shares[id(e)]))) if id(e) in shares else e for e in engines)
+
+
+def resolve(engine: EngineSettings) -> EngineSettings:
+    """The settings with every choice made: device, port, side-channel address and port. Checks model and ports.
+
+    Raises:
+        ConfigError: the model folder is wrong, or a port is taken.
+    """
+    check_model(engine.model)
+    side_host = engine.side_channel_host or engine.host
+    for host, port, option in (
+        (engine.host, engine.port, "--port"),
+        (side_host, engine.side_channel_port, "--side-channel-port"),
+    ):
+        if port:
+            check_port(host, port, option)
+    port, side_port = pick_free_ports([engine.host, side_host])
+    return replace(
+        engine,
+        model=engine.model.resolve(),
+        device=resolve_device(engine.device),
+        port=engine.port or port,
+        side_channel_host=side_host,
+        side_channel_port=engine.side_channel_port or side_port,
+    )
