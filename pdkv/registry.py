@@ -1,8 +1,8 @@
 """KV connectors by name.
 
 A connector is announced through the entry-point group ``pdkv.connectors``; each entry point loads one
-:class:`ConnectorEntry`. Looking a name up imports no engine and no transport: the entry names the engine-side class, and
-the engine imports it.
+:class:`ConnectorEntry`. Looking a name up imports no engine and no transport: the entry names the engine-side class,
+and the engine imports it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,21 @@
+"""pdkv inside vLLM: every line that touches vLLM's private API, one file per seam.
+
+================  ====================================================================================
+``settings``      the ``PDKV_*`` environment of an engine
+``compat``        which vLLM versions are known, and a start-up check of every seam
+``patches``       the few functions of vLLM that are replaced, each with the version it is for
+``plugin``        the entry point that vLLM loads in each of its processes
+``placement``     vLLM's KV cache config to pdkv's and back
+``backing``       the cache's one allocation, answered from the reservation
+``warmup``        a real forward on the committed prefix
+``measure``       how many blocks fit beside what warmup really used
+``rebind``        committed views in place of capacity views
+``growth``        the order of the above, shared by all workers
+``worker``        the worker classes for ``--worker-cls``
+``guard``         the NIXL agent, refusing what is not committed
+``facade``        a connector that is built late
+``accounting``    what the decode scheduler loaded and what it had to compute again
+``nixl``          the connectors for ``--kv-transfer-config``
+``status``        JSON files for the launcher
+================  ====================================================================================
+"""

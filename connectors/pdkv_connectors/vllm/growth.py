@@ -1,0 +1,315 @@
+"""The order in which a vLLM engine gets a growable KV cache, shared by all worker classes.
+
+::
+
+    engine core                                   worker
+    _initialize_kv_caches (stock, wrapped)
+      determine_available_memory            ->    check the seams; answer with the capacity to reserve
+      initialize_from_config                ->    pad, reserve, commit the warmup prefix; stock allocates from it
+      compile_or_warm_up_model              ->    real forward on the prefix; then the stock warmup
+    grow_engine
+      pdkv_propose_blocks                   ->    measure what is left
+      minimum over ranks, check against max_model_len
+      pdkv_extend                           ->    commit, one chunk a segment; rebind; only now build the connector
+      block count to scheduler and handshake
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.logger import init_logger
+
+from pdkv import lifecycle
+from pdkv.errors import ConnectorError, SeamError, StateError
+from pdkv.kvcache import GrowableKVCache
+from pdkv.kvcache.sizing import (
+    MemoryReading,
+    SizingConstants,
+    committable_blocks,
+    decide_final_blocks,
+    require_room_for_one_request,
+)
+from pdkv_connectors.vllm import compat, rebind, warmup
+from pdkv_connectors.vllm.backing import ServeFromReservation
+from pdkv_connectors.vllm.placement import to_pdkv, with_placements
+from pdkv_connectors.vllm.settings import EngineSettings
+from pdkv_connectors.vllm.status import write_status
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
+
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from pdkv import kvcache
+    from pdkv.memory import MemoryDriver
+    from pdkv_connectors.vllm.facade import LateConnector
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+def grow_engine(engine_core: Any, vllm_config: VllmConfig, config: KVCacheConfig) -> KVCacheConfig:
+    """After warmup, in the engine core: agree on a block count, extend all ranks, make the engine's pool that large.
+
+    Raises:
+        CapacityError: the count would be too small for one request of `max_model_len` tokens.
+        SeamError: a rank did not end up with the agreed count.
+    """
+    from vllm.v1.core.kv_cache_utils import update_kv_cache_capacity
+
+    blocks = min(engine_core.collective_rpc("pdkv_propose_blocks"))
+    block_size = config.kv_cache_groups[0].kv_cache_spec.block_size
+    require_room_for_one_request(blocks, block_size, vllm_config.model_config.max_model_len)
+    counts = engine_core.collective_rpc("pdkv_extend", args=(blocks,))
+    if set(counts) != {blocks}:
+        raise SeamError(f"the ranks should all have extended to {blocks} blocks, but have {counts}.")
+    config.num_blocks = blocks
+    vllm_config.cache_config.num_gpu_blocks = blocks
+    update_kv_cache_capacity(vllm_config, config)
+    return config
+
+
+class _BuildLate:
+    """The connector factory of `lifecycle.extend`: builds the late half of the connector that vLLM created early."""
+
+    registers_memory = True
+
+    def __init__(self, worker: GrowableWorker, connector: LateConnector) -> None:
+        self._worker = worker
+        self._connector = connector
+
+    def __call__(self, config: kvcache.KVCacheConfig) -> LateConnector:
+        with set_current_vllm_config(self._worker.vllm_config):
+            self._connector.build(self._worker.committed_config, self._worker.committed_views)
+        return self._connector
+
+
+class GrowableWorker:
+    """Mixed in before a stock vLLM worker class. See the module's docstring for the order of calls."""
+
+    #: Name of the platform in `compat.SUPPORTED`.
+    platform: str
+
+    # From the stock worker.
+    vllm_config: VllmConfig
+    cache_config: Any
+    model_config: Any
+    scheduler_config: Any
+    model_runner: Any
+    rank: int
+
+    # Set by growth.
+    committed_config: KVCacheConfig
+    committed_views: dict[str, torch.Tensor]
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        compat.check(self.platform, with_connector=vllm_config.kv_transfer_config is not None)
+        self.settings = EngineSettings.from_environment()
+        self.constants = SizingConstants.from_environment()
+        self.cache: GrowableKVCache | None = None
+        self._backing: ServeFromReservation | None = None
+        self._first_pass_bytes = 0
+        self._warmup_blocks = 0
+        self._extended = False
+        self._warming_up = False
+        self._times_s: dict[str, float] = {}
+        super().__init__(vllm_config, *args, **kwargs)
+
+    # What differs by device.
+
+    def open_driver(self) -> MemoryDriver:
+        """The memory driver of this worker's device."""
+        raise NotImplementedError
+
+    def begin_measuring(self) -> None:
+        """Called right before warmup."""
+        raise NotImplementedError
+
+    def read_memory(self, driver: MemoryDriver, committed_bytes: int) -> MemoryReading:
+        """Called after warmup: what the device has left, and what the engine may take."""
+        raise NotImplementedError
+
+    def rebind(self, config: KVCacheConfig, views: dict[str, torch.Tensor]) -> None:
+        """Put committed views where the model runner and its layers hold capacity views."""
+        raise NotImplementedError
+
+    # Capacity.
+
+    def determine_available_memory(self) -> int:
+        """Bytes to reserve, not bytes to use: the engine core turns them into the capacity in blocks.
+
+        Raises:
+            CapacityError: the capacity asked for is too small for one request of `max_model_len` tokens.
+        """
+        self.constants.log()
+        self._require_late_connector()
+        self._first_pass_bytes = super().determine_available_memory()  # type: ignore[misc]
+        specs = list(self.model_runner.get_kv_cache_spec().values())
+        bytes_per_block = sum(spec.page_size_bytes for spec in specs)
+        if self.settings.capacity_blocks is None:
+            driver = self.open_driver()
+            capacity = max(self._first_pass_bytes, driver.memory_info().total)
+            driver.close()
+            return int(capacity)
+        require_room_for_one_request(
+            self.settings.capacity_blocks, specs[0].block_size, self.model_config.max_model_len,
+            bytes_per_block=bytes_per_block,
+        )  # fmt: skip
+        return self.settings.capacity_blocks * bytes_per_block
+
+    def _require_late_connector(self) -> None:
+        transfer = self.vllm_config.kv_transfer_config
+        if transfer is None:
+            return
+        from pdkv_connectors.vllm.facade import LateConnector
+
+        connector = KVConnectorFactory.get_connector_class(transfer)
+        if not issubclass(connector, LateConnector):
+            raise ConnectorError(
+                f"{connector.__name__} registers the KV cache before it has grown, addresses without memory included; "
+                "use PdkvNixlPullConnector from pdkv_connectors.vllm.nixl, or vLLM's own worker class."
+            )
+
+    # Reservation and warmup.
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Reserve the capacity, commit the warmup prefix, and let the stock worker allocate from that.
+
+        Raises:
+            ConnectorError: the model's cache cannot grow.
+            OutOfMemoryError: not even the warmup prefix fits.
+            SeamError: the stock worker did not take its memory from the reservation.
+        """
+        started = time.monotonic()
+        driver = self.open_driver()
+        self.cache = GrowableKVCache(to_pdkv(kv_cache_config), driver)
+        self.cache.commit(self._blocks_for_warmup(self.cache, kv_cache_config))
+        self._warmup_blocks = self.cache.num_committed_blocks
+        self._backing = ServeFromReservation(self.cache)
+        super().initialize_from_config(with_placements(kv_cache_config, self.cache.config))  # type: ignore[misc]
+        self._backing.require_served_once()
+        self._times_s["reserve"] = time.monotonic() - started
+        logger.info(
+            "pdkv: reserved %d blocks (%.2f GiB of addresses), committed %d for warmup",
+            self.cache.capacity_blocks, self.cache.bytes_reserved / 2**30, self._warmup_blocks,
+        )  # fmt: skip
+
+    def _blocks_for_warmup(self, cache: GrowableKVCache, kv_cache_config: KVCacheConfig) -> int:
+        if self.settings.warmup_blocks is not None:
+            return min(self.settings.warmup_blocks, cache.capacity_blocks)
+        wanted = warmup.blocks_for_full_batch(
+            self.scheduler_config.max_num_batched_tokens,
+            self.model_config.max_model_len,
+            kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+        )
+        limit = committable_blocks(
+            cache,
+            free_memory=cache.driver.memory_info().free,
+            limit_bytes=self.cache_config.kv_cache_memory_bytes or self._first_pass_bytes,
+            constants=self.constants,
+        )
+        return max(2, min(wanted, limit))
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        if tag == "kv_cache" and self._backing is not None:
+            return self._backing
+        return super()._maybe_get_memory_pool_context(tag)  # type: ignore[misc, no-any-return]
+
+    def compile_or_warm_up_model(self) -> Any:
+        """A real forward on the committed prefix, then whatever the stock worker does."""
+        self.begin_measuring()
+        started = time.monotonic()
+        self._warming_up = True
+        try:
+            self._run_warmup()
+            return super().compile_or_warm_up_model()  # type: ignore[misc]
+        finally:
+            self._warming_up = False
+            self._times_s["warmup"] = time.monotonic() - started
+
+    def _run_warmup(self) -> None:
+        cache = self._require_cache()
+        requests = warmup.plan_requests(
+            cache.num_committed_blocks,
+            self.model_runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+            self.scheduler_config.max_num_batched_tokens,
+            self.model_config.max_model_len,
+            self.scheduler_config.max_num_seqs,
+        )
+        metadata = get_kv_transfer_group().warmup_metadata() if has_kv_transfer_group() else None
+        tokens = warmup.run_warmup(requests, self.execute_model, self.model_runner.sample_tokens, metadata)
+        first = requests[0].block_ids[0]
+        if not all(bool(view[first].any()) for view in cache.views().values()):
+            raise SeamError(
+                "warmup ran but wrote no KV into its blocks, so its memory use says nothing about a real step; this "
+                "vLLM version needs a change in pdkv_connectors/vllm/warmup.py."
+            )
+        logger.info("pdkv: warmup wrote the KV of %d tokens into %d blocks", tokens, cache.num_committed_blocks)
+
+    # Growth; called by the engine core on every rank.
+
+    def pdkv_propose_blocks(self) -> int:
+        """How many blocks this rank has room for, from what warmup really used."""
+        cache = self._require_cache()
+        final = decide_final_blocks(
+            cache,
+            reading=self.read_memory(cache.driver, cache.physical_bytes),
+            explicit_bytes=self.cache_config.kv_cache_memory_bytes,
+            constants=self.constants,
+        )
+        logger.info("pdkv: %s", final.message)
+        return min(final.blocks, cache.capacity_blocks)
+
+    def pdkv_extend(self, num_blocks: int) -> int:
+        """Commit `num_blocks`, one chunk a segment, rebind, and only then build the connector. Returns the count."""
+        cache = self._require_cache()
+        if self._extended:
+            raise StateError("the KV cache has been extended already; the engine's block count is fixed by then.")
+        factory = _BuildLate(self, get_kv_transfer_group()) if has_kv_transfer_group() else None
+        report = lifecycle.extend(cache, num_blocks, factory, rebind=self._rebind_committed)
+        self._extended = True
+        self._times_s.update(report.times_s)
+        self._report(cache, report)
+        return report.blocks
+
+    def _rebind_committed(self, views: Mapping[str, torch.Tensor], config: kvcache.KVCacheConfig) -> None:
+        """As `views`, but by vLLM's own functions, which know kernel blocks and shared layers."""
+        cache = self._require_cache()
+        self.committed_config = rebind.committed_config(self.model_runner, cache)
+        self.committed_views = rebind.committed_views(self.model_runner, cache, self.committed_config)
+        self.rebind(self.committed_config, self.committed_views)
+        self.cache_config.num_gpu_blocks = config.num_blocks
+
+    def _report(self, cache: GrowableKVCache, report: lifecycle.ExtendReport) -> None:
+        status = {
+            **cache.describe(),
+            "warmup_blocks": self._warmup_blocks,
+            "final_blocks": report.blocks,
+            "connector_created_after_extend": report.connector_created_after_extend,
+            "times_s": self._times_s,
+            "vllm_version": vllm.__version__,
+        }
+        write_status(self.settings.status_dir, f"worker-rank{self.rank}", status)
+        logger.info("pdkv: extended; %s", status)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """The stock step, refused while the cache is smaller than the engine believes."""
+        if not (self._extended or self._warming_up):
+            raise SeamError(
+                "vLLM runs a step before the KV cache was extended: the wrap of EngineCore._initialize_kv_caches did "
+                "not fire in the engine core process; is the pdkv plug-in loaded there (VLLM_PLUGINS)?"
+            )
+        return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def _require_cache(self) -> GrowableKVCache:
+        if self.cache is None:
+            raise StateError("the KV cache is not reserved yet; initialize_from_config comes first.")
+        return self.cache

@@ -1,0 +1,43 @@
+"""The connectors for ``--kv-transfer-config``, by the stock NIXL protocol: a stock peer can be on the other side.
+
+::
+
+    --worker-cls pdkv_connectors.vllm.worker.GrowableCPUWorker
+    --kv-transfer-config '{"kv_connector": "PdkvNixlPullConnector", "kv_role": "kv_producer",
+                           "kv_connector_module_path": "pdkv_connectors.vllm.nixl", "kv_buffer_device": "cpu"}'
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+
+from pdkv_connectors.vllm.accounting import CountingScheduler
+from pdkv_connectors.vllm.facade import LateConnector
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class CountingPullScheduler(CountingScheduler, NixlPullConnectorScheduler):
+    """Stock pull, and a count of what was loaded and of what had to be computed again."""
+
+
+class PdkvNixlPullConnector(LateConnector, NixlPullConnector):
+    """Decode reads the KV of a prompt from prefill (READ), from and into caches that pdkv has grown."""
+
+    @classmethod
+    def make_scheduler(
+        cls, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig
+    ) -> CountingPullScheduler:
+        return CountingPullScheduler(vllm_config, engine_id, kv_cache_config)
+
+    @classmethod
+    def make_worker(
+        cls, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig
+    ) -> NixlPullConnectorWorker:
+        return NixlPullConnectorWorker(vllm_config, engine_id, kv_cache_config)

@@ -1,0 +1,90 @@
+"""Every function of vLLM that pdkv replaces, all in this one file.
+
+=========================================  =========  ===============================================================
+what                                       for        why there is no other way
+=========================================  =========  ===============================================================
+`EngineCore._initialize_kv_caches` (wrap)  0.32, 0.33  it alone turns a block count into the scheduler's pool, and it
+                                                      runs warmup before it returns: growth must come after it
+`base_worker.nixl_agent_config` (swap)     0.32, 0.33  the agent's progress thread burns 60-70 % of a core when idle,
+                                                      and its switch is not among the connector's settings
+CPU affinity around the agent (restore)    0.32, 0.33  the stock constructor pins the main thread to the last core
+=========================================  =========  ===============================================================
+
+Without one of pdkv's worker classes each of them is inert.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from vllm.config import VllmConfig
+
+DEFAULT_WORKER_CLS = "pdkv_connectors.vllm.worker.GrowableCPUWorker"
+_WRAPPED = "__pdkv_wrapped__"
+
+
+def is_growable(vllm_config: VllmConfig) -> bool:
+    """Whether the engine was started with one of pdkv's worker classes, or a subclass of one."""
+    worker_cls = vllm_config.parallel_config.worker_cls
+    if not isinstance(worker_cls, str) or worker_cls == "auto" or worker_cls.startswith("vllm."):
+        return False
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    from pdkv_connectors.vllm.growth import GrowableWorker
+
+    return issubclass(resolve_obj_by_qualname(worker_cls), GrowableWorker)
+
+
+def install_block_count() -> None:
+    """Wrap `EngineCore._initialize_kv_caches`, once per process. Inert for engines without a growable worker."""
+    from vllm.v1.engine.core import EngineCore
+
+    stock: Callable[..., Any] | None = getattr(EngineCore, "_initialize_kv_caches", None)
+    if stock is None or getattr(stock, _WRAPPED, False):
+        # A version without this function is refused by compat.check() when a growable worker starts, not here: other
+        # people's engines load this plug-in too.
+        return
+
+    @functools.wraps(stock)
+    def initialize_kv_caches(self: Any, vllm_config: VllmConfig) -> Any:
+        config = stock(self, vllm_config)
+        if not is_growable(vllm_config):
+            return config
+        from pdkv_connectors.vllm.growth import grow_engine
+
+        return grow_engine(self, vllm_config, config)
+
+    setattr(initialize_kv_caches, _WRAPPED, True)
+    EngineCore._initialize_kv_caches = initialize_kv_caches
+
+
+def block_count_installed() -> bool:
+    """Whether :func:`install_block_count` has taken effect in this process."""
+    from vllm.v1.engine.core import EngineCore
+
+    return bool(getattr(getattr(EngineCore, "_initialize_kv_caches", None), _WRAPPED, False))
+
+
+@contextlib.contextmanager
+def quiet_nixl_agent() -> Iterator[None]:
+    """While open, a stock NIXL worker gets an agent without a progress thread, and leaves the CPU affinity alone.
+
+    vLLM steps its engine while leases or loads are pending and polls NIXL in each step, which is all the progress that
+    is needed. The affinity is per thread; the constructor runs in the calling one.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+
+    stock = base_worker.nixl_agent_config
+    affinity = os.sched_getaffinity(0)
+    base_worker.nixl_agent_config = functools.partial(stock, enable_prog_thread=False)
+    try:
+        yield
+    finally:
+        base_worker.nixl_agent_config = stock
+        os.sched_setaffinity(0, affinity)

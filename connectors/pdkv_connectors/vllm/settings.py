@@ -1,0 +1,63 @@
+"""What an engine reads from its environment.
+
+The launcher sets these variables; a plain vLLM start may set them too. All are optional.
+
+======================  =====================================================================================
+``PDKV_CAPACITY_BLOCKS``  blocks to reserve address space for (default: all the device's memory)
+``PDKV_WARMUP_BLOCKS``    blocks to commit for warmup (default: what a full batch of tokens needs)
+``PDKV_ENGINE_MEMORY``    bytes that the engine may use in all: weights, activations and KV cache
+                          (default: vLLM's ``--gpu-memory-utilization`` share of the device)
+``PDKV_GRANULE``          bytes per granule of the host driver (default: 2 MiB)
+``PDKV_STATUS_DIR``       folder for the status files (default: none are written)
+======================  =====================================================================================
+
+``PDKV_CORRUPT_RECEIVED_KV=1`` is a negative control for correctness harnesses: the decode engine zeroes each block that
+it has received. It is announced loudly in the log.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdkv.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """The ``PDKV_*`` environment, checked. Sizes in bytes; None means "not set"."""
+
+    capacity_blocks: int | None = None
+    warmup_blocks: int | None = None
+    engine_memory: int | None = None
+    granule: int | None = None
+    status_dir: Path | None = None
+    corrupt_received_kv: bool = False
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> EngineSettings:
+        """Read and check the variables.
+
+        Raises:
+            ConfigError: a value is not a positive whole number.
+        """
+        status_dir = environment.get("PDKV_STATUS_DIR")
+        return cls(
+            capacity_blocks=_positive(environment, "PDKV_CAPACITY_BLOCKS"),
+            warmup_blocks=_positive(environment, "PDKV_WARMUP_BLOCKS"),
+            engine_memory=_positive(environment, "PDKV_ENGINE_MEMORY"),
+            granule=_positive(environment, "PDKV_GRANULE"),
+            status_dir=Path(status_dir) if status_dir else None,
+            corrupt_received_kv=environment.get("PDKV_CORRUPT_RECEIVED_KV", "0") not in ("", "0"),
+        )
+
+
+def _positive(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name)
+    if not text:
+        return None
+    if not text.isascii() or not text.isdigit() or int(text) == 0:
+        raise ConfigError(f"{name} must be a whole number of at least 1, found {text!r}; correct it or unset it.")
+    return int(text)

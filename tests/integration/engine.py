@@ -1,0 +1,144 @@
+"""Real vLLM engines as child processes, for tests that look inside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+READY_TIMEOUT_S = 240.0
+COMMAND_TIMEOUT_S = 120.0
+_MAIN = Path(__file__).with_name("engine_main.py")
+
+#: vLLM options of all engines in these tests. Float32, since only there equal tokens mean equal KV.
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_batched_tokens": 512,
+    "max_num_seqs": 8,
+    "block_size": 32,
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 256 << 20,
+    "disable_log_stats": True,
+}
+GROWABLE = {"worker_cls": "pdkv_connectors.vllm.worker.GrowableCPUWorker"}
+
+
+def pull_connector(role: str, *, stock: bool = False) -> dict[str, Any]:
+    """vLLM's `kv_transfer_config` for the pull connector, pdkv's or vLLM's own."""
+    config = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
+    if not stock:
+        config["kv_connector"] = "PdkvNixlPullConnector"
+        config["kv_connector_module_path"] = "pdkv_connectors.vllm.nixl"
+    return {"kv_transfer_config": config}
+
+
+def free_port() -> int:
+    """A TCP port on loopback that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class EngineFailed(Exception):
+    """The engine did not start; the message is the exception it raised."""
+
+
+class EngineProcess:
+    """One engine in a child process, ended when the context is left."""
+
+    def __init__(self, model: Path, log: Path, environment: dict[str, str] | None = None, **options: Any) -> None:
+        read_fd, write_fd = os.pipe()
+        self.log = log
+        base = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+            "PDKV_GRANULE": "65536",
+        }
+        arguments = {**OPTIONS, "model": str(model), **options}
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(_MAIN), str(write_fd), json.dumps(arguments)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[write_fd],
+                env={**os.environ, **base, **(environment or {})},
+                text=True,
+            )
+        os.close(write_fd)
+        self._replies = os.fdopen(read_fd, "rb", buffering=0)
+        self._buffer = b""
+        self._ready = False
+
+    def wait_ready(self) -> EngineProcess:
+        """Wait until the engine has started.
+
+        Raises:
+            EngineFailed: it raised while starting.
+        """
+        if not self._ready:
+            self._reply(READY_TIMEOUT_S)
+            self._ready = True
+        return self
+
+    def ask(self, do: str, **arguments: Any) -> Any:
+        """Run one command and return its reply."""
+        self.wait_ready()
+        assert self.process.stdin is not None
+        print(json.dumps({"do": do, **arguments}), file=self.process.stdin, flush=True)
+        return self._reply(COMMAND_TIMEOUT_S)
+
+    def generate(self, prompts: list[list[int]], max_tokens: int = 16, transfer: list[Any] | None = None) -> list[Any]:
+        """Greedy tokens, and `kv_transfer_params` where the engine returns them."""
+        return list(self.ask("generate", prompts=prompts, max_tokens=max_tokens, transfer=transfer))
+
+    def _reply(self, timeout_s: float) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._buffer:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self._replies], [], [], left)[0]:
+                raise TimeoutError(f"no reply in {timeout_s} s; log:\n{self.tail()}")
+            data = self._replies.read(65536)
+            if not data:
+                raise EngineFailed(f"the engine ended (exit {self.process.wait(30)}); log:\n{self.tail()}")
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        reply = json.loads(line)
+        if isinstance(reply, dict) and "error" in reply:
+            raise EngineFailed(reply["error"])
+        return reply
+
+    def tail(self, lines: int = 40) -> str:
+        """The end of the engine's log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def close(self) -> None:
+        """End the process and forget it."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(10)
+        self._replies.close()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,111 @@
+"""A real vLLM engine in this process, driven by JSON lines. Started by `engine.EngineProcess`, never imported.
+
+Commands come on standard input, one JSON object a line; replies go to the file descriptor named on the command line,
+since vLLM writes to standard output. Between commands the engine keeps stepping, as a server's engine core would, so
+that it serves the peers that read from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+from typing import Any
+
+
+def main() -> None:
+    reply_fd, options = int(sys.argv[1]), json.loads(sys.argv[2])
+    with os.fdopen(reply_fd, "w") as replies:
+        try:
+            engine = Engine(options)
+        except Exception as error:
+            print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=replies, flush=True)
+            raise
+        print(json.dumps({"ready": True}), file=replies, flush=True)
+        for command in engine.commands():
+            reply = getattr(engine, "do_" + command.pop("do"))(**command)
+            print(json.dumps(reply), file=replies, flush=True)
+
+
+class Engine:
+    """One `LLM`; each `do_` method is a command."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.affinity_before = sorted(os.sched_getaffinity(0))
+        self.llm = LLM(**options)
+
+    def commands(self) -> Any:
+        """Command objects from standard input until it is closed; steps the engine while waiting."""
+        while True:
+            if not select.select([sys.stdin], [], [], 0.005)[0]:
+                core = self.core
+                if core.scheduler.has_requests():
+                    self.llm.llm_engine.step()
+                continue
+            line = sys.stdin.readline()
+            if not line:
+                return
+            yield json.loads(line)
+
+    @property
+    def core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def worker(self) -> Any:
+        return self.core.model_executor.driver_worker.worker
+
+    def do_generate(self, prompts: list[list[int]], max_tokens: int, transfer: list[Any] | None = None) -> Any:
+        """Greedy tokens for each prompt of token ids; `transfer` are kv_transfer_params, one a prompt."""
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(
+                max_tokens=max_tokens,
+                temperature=0.0,
+                ignore_eos=True,
+                extra_args={"kv_transfer_params": transfer[index]} if transfer else None,
+            )
+            for index in range(len(prompts))
+        ]
+        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [
+            {"tokens": list(output.outputs[0].token_ids), "transfer": output.kv_transfer_params} for output in outputs
+        ]
+
+    def do_facts(self) -> Any:
+        """What the engine, its cache and its connector say of themselves, and what the kernel says."""
+        worker, core = self.worker, self.core
+        cache = getattr(worker, "cache", None)
+        connector = core.scheduler.connector
+        facts: dict[str, Any] = {
+            "worker_class": type(worker).__name__,
+            "pool_blocks": core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks,
+            "configured_blocks": core.vllm_config.cache_config.num_gpu_blocks,
+            "affinity": [self.affinity_before, sorted(os.sched_getaffinity(0))],
+            "wrapped": getattr(type(core)._initialize_kv_caches, "__pdkv_wrapped__", False),
+        }
+        if cache is not None:
+            facts["cache"] = cache.describe()
+            facts["warmup_blocks"] = worker._warmup_blocks
+            facts["segments"] = [[s.offset, s.nbytes, s.block_stride] for s in cache.segments]
+            facts["extents"] = [[e.address, e.nbytes] for e in cache.extents()]
+            bound = {id(view): view for view in worker.model_runner.kv_caches}
+            facts["view_blocks"] = sorted({int(view.shape[0]) for view in bound.values()})
+            facts["storage_bytes"] = sorted({int(view.untyped_storage().nbytes()) for view in bound.values()})
+            facts["storage_start"] = [int(view.untyped_storage().data_ptr()) for view in bound.values()]
+        if connector is not None and hasattr(connector.connector_scheduler, "accounts"):
+            counts = connector.connector_scheduler.accounts.counts
+            facts["counts"] = {name: getattr(counts, name) for name in counts.__dataclass_fields__}
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        if has_kv_transfer_group():
+            facts["registered"] = [list(entry) for entry in get_kv_transfer_group().registered_ranges]
+        return facts
+
+
+if __name__ == "__main__":
+    main()
