@@ -1,0 +1,1 @@
+"""The correctness harness: does prefill/decode give the very tokens that one engine gives?"""
