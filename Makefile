@@ -1,0 +1,65 @@
+# Two commands matter on a fresh machine: `make demo` and `make test`. Both do all set-up first.
+#
+# PYTHON     the interpreter that makes .venv (3.11 to 3.14)
+# CONNECTOR  the KV connector of the demo, by its name in the entry-point group pdkv.connectors
+# ARGS       more arguments for the demo's harness or for pytest
+
+PYTHON    ?= python3
+CONNECTOR ?= nixl-pull
+ARGS      ?=
+
+PY    := .venv/bin/python
+MODEL := build/models/smollm2-135m-instruct
+DEMO  := build/demo
+# No single test may take longer; the vLLM ones start two or three engines, a minute or two each on two busy cores.
+TEST_TIMEOUT_S := 600
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-fast model demo test test-fast lint format lock clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## make .venv with the locked vLLM CPU stack (about 3 GB; does nothing when done)
+	@$(call need_python)
+	@$(PYTHON) scripts/setup.py all
+
+setup-fast: ## make .venv without vLLM: enough for test-fast and lint
+	@$(call need_python)
+	@$(PYTHON) scripts/setup.py test
+
+model: setup ## convert the small model, once
+	@$(PY) -m pdkv.harness.model $(MODEL)
+
+demo: model ## prefill + decode against one stock vLLM, over 16 word problems; exits 0 only if all tokens are equal
+	@mkdir -p $(DEMO)
+	$(PY) -m pdkv.harness.gsm8k --model $(MODEL) --data examples/data/grade_school.jsonl \
+		--connector $(CONNECTOR) --report $(DEMO)/report.json --log-dir $(DEMO)/logs $(ARGS)
+
+test: model ## all tests that need no GPU, real engines included (at most 25 minutes on 2 cores)
+	$(PY) -m pytest -m "not gpu" --timeout $(TEST_TIMEOUT_S) --durations 15 $(ARGS)
+
+test-fast: setup-fast ## the tests that need no vLLM (under 2 minutes)
+	$(PY) -m pytest -m "not vllm and not gpu" --timeout 120 $(ARGS)
+
+lint: setup-fast ## ruff, mypy, import-linter
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	.venv/bin/lint-imports
+
+format: setup-fast ## let ruff correct what it can
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+lock: ## write the lock files anew from requirements/*.in
+	@$(call need_python)
+	$(PYTHON) scripts/lock.py $(ARGS)
+
+clean: ## remove what was built: .venv, the model, reports, caches
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+define need_python
+	command -v $(PYTHON) >/dev/null || { \
+		echo "setup: error: there is no '$(PYTHON)'; install Python 3.11 to 3.14, or name one: make PYTHON=..." >&2; exit 1; }
+endef
