@@ -11,7 +11,9 @@
 ``measure``       how many blocks fit beside what warmup really used
 ``rebind``        committed views in place of capacity views
 ``growth``        the order of the above, shared by all workers
-``worker``        the worker classes for ``--worker-cls``
+``worker``        the worker classes for ``--worker-cls``, by one module path
+``cpu_worker``    vLLM's CPU worker, grown
+``gpu_worker``    vLLM's CUDA worker, grown
 ``guard``         the NIXL agent, refusing what is not committed
 ``facade``        a connector that is built late
 ``accounting``    what the decode scheduler loaded and what it had to compute again

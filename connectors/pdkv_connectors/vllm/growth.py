@@ -129,6 +129,9 @@ class GrowableWorker:
         """The memory driver of this worker's device."""
         raise NotImplementedError
 
+    #: Whether the real forward comes before the stock warmup, which captures graphs.
+    real_warmup_first: bool = True
+
     def begin_measuring(self) -> None:
         """Called right before warmup."""
         raise NotImplementedError
@@ -229,8 +232,12 @@ class GrowableWorker:
         started = time.monotonic()
         self._warming_up = True
         try:
-            self._run_warmup()
-            return super().compile_or_warm_up_model()  # type: ignore[misc]
+            if self.real_warmup_first:
+                self._run_warmup()
+            times = super().compile_or_warm_up_model()  # type: ignore[misc]
+            if not self.real_warmup_first:
+                self._run_warmup()
+            return times
         finally:
             self._warming_up = False
             self._times_s["warmup"] = time.monotonic() - started

@@ -1,54 +1,22 @@
-"""The worker classes for vLLM's ``--worker-cls``.
+"""The worker classes for vLLM's ``--worker-cls``, by one module path for all devices.
 
 Each joins the growth that is common to all (`growth.GrowableWorker`) to a stock worker, and says what differs by
-device: which memory driver, how memory is measured, and which model runner's tensors are rebound.
+device: which memory driver, how memory is measured, and which model runner's tensors are rebound. A class is imported
+when it is asked for, since vLLM's build for one device lacks what the stock worker of another one needs.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import Any
 
-from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
-from vllm.v1.worker.cpu_worker import CPUWorker
-
-import pdkv
-from pdkv_connectors.vllm import measure, rebind
-from pdkv_connectors.vllm.growth import GrowableWorker
-from pdkv_connectors.vllm.settings import EngineSettings
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from pdkv.kvcache.sizing import MemoryReading
-    from pdkv.memory import MemoryDriver
+_HOME = {
+    "GrowableCPUWorker": "pdkv_connectors.vllm.cpu_worker",
+    "GrowableGPUWorker": "pdkv_connectors.vllm.gpu_worker",
+}
 
 
-class GrowableCPUWorker(GrowableWorker, CPUWorker):
-    """vLLM's CPU worker with a growable KV cache in host memory (model runner V1)."""
-
-    platform = "cpu"
-
-    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        self._limit_memory(vllm_config)
-        super().__init__(vllm_config, *args, **kwargs)
-
-    @staticmethod
-    def _limit_memory(vllm_config: VllmConfig) -> None:
-        """`PDKV_ENGINE_MEMORY` in bytes, as the share of the memory node by which the stock worker computes."""
-        limit = EngineSettings.from_environment().engine_memory
-        if limit is not None:
-            node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
-            vllm_config.cache_config.gpu_memory_utilization = min(1.0, limit / node.total_memory)
-
-    def open_driver(self) -> MemoryDriver:
-        return pdkv.open_driver("host", granule=self.settings.granule)
-
-    def begin_measuring(self) -> None:
-        measure.reset_peak()
-
-    def read_memory(self, driver: MemoryDriver, committed_bytes: int) -> MemoryReading:
-        process = measure.process_memory()
-        return measure.host_reading(process, driver.memory_info(), committed_bytes, self.requested_cpu_memory)
-
-    def rebind(self, config: Any, views: dict[str, Any]) -> None:
-        rebind.rebind_v1(self.model_runner, config, views)
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
