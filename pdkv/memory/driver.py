@@ -7,9 +7,11 @@ Four things are kept apart, as the CUDA driver keeps them apart:
 - a *mapping* puts a whole chunk at an address inside a reservation;
 - a *view* is a tensor over addresses, mapped or not.
 
-All sizes and addresses are in bytes and multiples of the driver's granule, unless a method says otherwise. A method that
-fails raises a :class:`pdkv.errors.DriverError` and leaves everything as it was before the call. Drivers are used from one
-thread at a time. `pdkv.testing.check_driver` is the executable form of this contract.
+All sizes and addresses are in bytes and multiples of the driver's granule, unless a method says otherwise. A method
+that fails raises a :class:`pdkv.errors.DriverError` and leaves everything as it was before the call. Drivers are used
+from one thread at a time, except that `unmap`, `release` and `unreserve` may come at any moment from the thread in
+which the last view of a reservation dies; they work after `close` too. `pdkv.testing.check_driver` is the executable
+form of this contract.
 """
 
 from __future__ import annotations
@@ -84,6 +86,13 @@ class MemoryDriver(ABC):
     def release(self, chunk: PhysicalChunk) -> None:
         """Let go of a chunk. Its memory is free once no mapping and no importing peer holds it either."""
 
+    def is_pinned(self, chunk: PhysicalChunk) -> bool | None:
+        """Whether a peer, or a descriptor that was exported, holds the chunk too, so that releasing it frees nothing.
+
+        None where the driver cannot tell; then free memory before and after a release has to do.
+        """
+        return None
+
     @abstractmethod
     def map(self, address: int, chunk: PhysicalChunk) -> None:
         """Map the whole chunk at `address`, inside a reservation, readable and writable, backed by real memory.
@@ -108,7 +117,7 @@ class MemoryDriver(ABC):
 
     @abstractmethod
     def query_chunks(self, address: int, nbytes: int) -> tuple[MappedChunk, ...]:
-        """Ask the operating system or driver what is mapped in the range, in address order; whole mappings only."""
+        """Ask the system or driver for every mapping that overlaps the range: each one whole, in address order."""
 
     @abstractmethod
     def memory_info(self) -> MemoryInfo:
@@ -117,6 +126,8 @@ class MemoryDriver(ABC):
     @abstractmethod
     def export_fd(self, chunk: PhysicalChunk) -> int:
         """A new file descriptor, owned by the caller, through which another process can map the chunk.
+
+        Peers get their descriptors here only, or :meth:`is_pinned` does not see them.
 
         Raises:
             DriverError: chunks of this driver cannot be exported.
