@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
+from typing import Any, Self
 
 from pdkv.errors import ConfigError, PdkvError
 from pdkv.launch.cli import build, parse
@@ -21,17 +22,26 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 class StopRequest:
-    """The signal that asked the program to end, if any. Handlers only note it: the loops that wait look here."""
+    """The signal that asked the program to end, if any. Handlers only note it: the loops that wait look here.
+
+    Signals are noted within its ``with`` block; afterwards the handlers are what they were.
+    """
 
     def __init__(self) -> None:
         self.signum: int | None = None
+        self._handlers: dict[int, Any] = {}
 
     def __call__(self) -> bool:
         return self.signum is not None
 
-    def install(self) -> None:
+    def __enter__(self) -> Self:
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(signum, self._note)
+            self._handlers[signum] = signal.signal(signum, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self.signum = self.signum or signum
@@ -51,26 +61,30 @@ def show_ready(deployment: Deployment) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit code."""
-    stop = StopRequest()
-    stop.install()
     try:
-        request = parse(sys.argv[1:] if argv is None else argv)
-        deployment = build(request, say, stop)
-        if request.dry_run:
-            for command in deployment.commands:
-                print(f"# {command.name}\n{command.shell()}")
-            return 0
-        with deployment:
-            if not stop():
-                show_ready(deployment)
-                deployment.run_until_stopped()
-            say("ending all processes")
+        with StopRequest() as stop:
+            return run(sys.argv[1:] if argv is None else argv, stop)
     except ConfigError as error:
         say(f"error: {error}")
         return EXIT_BAD_SETTINGS
     except PdkvError as error:
         say(f"error: {error}")
         return EXIT_ENGINE_FAILED
+
+
+def run(argv: Sequence[str], stop: StopRequest) -> int:
+    """Start what `argv` asks for and watch over it until `stop`; returns the exit code. PdkvError where that fails."""
+    request = parse(argv)
+    deployment = build(request, say, stop)
+    if request.dry_run:
+        for command in deployment.commands:
+            print(f"# {command.name}\n{command.shell()}")
+        return 0
+    with deployment:
+        if not stop():
+            show_ready(deployment)
+            deployment.run_until_stopped()
+        say("ending all processes")
     return EXIT_INTERRUPTED if stop.signum == signal.SIGINT else 0
 
 

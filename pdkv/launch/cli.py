@@ -209,10 +209,10 @@ def build(request: Request, report: Report, should_stop: Callable[[], bool]) -> 
 
 def _build_engine(request: Request, report: Report, should_stop: Callable[[], bool]) -> Deployment:
     top = request.top
-    role: str = top["role"]
-    own = {name: top[name] for name in ("model", "host", "port") if name in top}
+    engine = dict(request.engines[top["role"]])
+    engine.update({name: top[name] for name in ("role", "model", "host", "port") if name in top})
     return EngineDeployment(
-        engine_settings(**{**request.engines[role], **own, "role": role}),
+        engine_settings(**engine),
         ready_timeout_s=_timeout(top, ENGINE_READY_TIMEOUT_S),
         log_dir=_folder(top, "log_dir"),
         status_dir=_folder(top, "status_dir"),

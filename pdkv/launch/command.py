@@ -194,6 +194,6 @@ def _refuse_own_flags(extra_args: tuple[str, ...]) -> None:
         flag = argument.split("=", 1)[0].replace("_", "-")
         if flag in _OWN_FLAGS:
             raise ConfigError(
-                f"{flag} after '--' would contradict what pdkv.launch passes to vLLM itself; use pdkv.launch's own "
+                f"{flag} after '--' would contradict what the launcher passes to vLLM itself; use the launcher's own "
                 f"option {_OWN_FLAGS[flag]} before '--'."
             )

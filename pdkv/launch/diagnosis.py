@@ -13,7 +13,7 @@ from pathlib import Path
 TAIL_NBYTES = 256 * 1024
 # "(EngineCore_DP0 pid=123) ERROR 11-29 22:00:00 [core.py:100] " and "(Worker pid=9) " before the text itself
 _PREFIX = re.compile(
-    r"^(?:\x1b\[[0-9;]*m)*(?:\([^)]*pid=\d+\)\s?)?(?:\x1b\[[0-9;]*m)*\s?(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) "
+    r"^(?:\x1b\[[0-9;]*m)*(?:\([^)]*pid=\d+\)(?:\x1b\[[0-9;]*m)*\s?)?(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) "
     r"\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)? \[[^\]]*\] ?)?"
 )
 _EXCEPTION = re.compile(

@@ -1,0 +1,126 @@
+"""The launcher's command line and TOML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pdkv.errors import ConfigError
+from pdkv.launch.__main__ import main
+from pdkv.launch.cli import build, parse
+from pdkv.launch.deployment import EngineDeployment, PDDeployment
+
+pytestmark = pytest.mark.cpu
+
+TOML = """
+role = "pd"
+model = "model"
+ready_timeout = 40
+
+[engine]
+kind = "stock-pd"
+device = "cpu"
+kv_bytes = "1MiB"
+extra_args = ["--seed", "0"]
+
+[prefill]
+cpus = "0"
+
+[decode]
+cpus = "1"
+kv_bytes = "2MiB"
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, model: Path) -> str:
+    path = tmp_path / "pd.toml"
+    path.write_text(TOML)
+    return str(path)
+
+
+def pd(arguments: list[str]) -> PDDeployment:
+    deployment = build(parse(arguments), print, lambda: False)
+    assert isinstance(deployment, PDDeployment)
+    return deployment
+
+
+def test_a_file_gives_common_settings_and_those_of_each_engine(config, model):
+    settings = pd(["--config", config]).settings
+    assert (settings.prefill.kv_bytes, settings.decode.kv_bytes) == (2**20, 2**21)
+    assert (settings.prefill.cpus, settings.decode.cpus) == ("0", "1")
+    assert settings.prefill.extra_args == ("--seed", "0")
+    assert (settings.ready_timeout_s, settings.prefill.model) == (40, model.resolve())
+
+
+def test_the_command_line_wins_over_the_file_for_both_engines(config):
+    settings = pd(["--config", config, "--kv-bytes", "3MiB", "--ready-timeout", "9"]).settings
+    assert (settings.prefill.kv_bytes, settings.decode.kv_bytes, settings.ready_timeout_s) == (3 * 2**20, 3 * 2**20, 9)
+
+
+def test_what_follows_the_double_dash_goes_to_both_engines(config):
+    settings = pd(["--config", config, "--", "--max-num-seqs", "4"]).settings
+    assert settings.prefill.extra_args == settings.decode.extra_args == ("--seed", "0", "--max-num-seqs", "4")
+
+
+def test_ports_of_role_pd(config):
+    arguments = ["--port", "18901", "--prefill-port", "18902", "--decode-port", "18903", "--side-channel-port", "18904"]
+    deployment = pd(["--config", config, *arguments])
+    assert [u.rsplit(":", 1)[1] for u in (deployment.proxy_url, deployment.prefill_url, deployment.decode_url)] == [
+        "18901", "18902", "18903",
+    ]  # fmt: skip
+    assert deployment.settings.prefill.side_channel_port == 18904
+    assert deployment.settings.decode.side_channel_port == 18905
+
+
+def test_a_single_role_takes_its_own_table(config):
+    deployment = build(parse(["--config", config, "--role", "decode", "--port", "18906"]), print, lambda: False)
+    assert isinstance(deployment, EngineDeployment)
+    assert (deployment.settings.role, deployment.settings.port, deployment.settings.cpus) == ("decode", 18906, "1")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("x = 1", "'x' is unknown at the top"),
+        ("role = [", "is no TOML file"),
+        ("engine = 3", "'engine' must be a table"),
+        ("[role]", "'role' must not be a table"),
+        ('role = "pd"\nmodel = "model"\n[engine]\nblocksize = 4', "'blocksize' is no setting of an engine"),
+    ],
+)
+def test_a_wrong_file_is_one_sentence(tmp_path, model, content, message):
+    (tmp_path / "bad.toml").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        build(parse(["--config", str(tmp_path / "bad.toml")]), print, lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--role is missing"),
+        (["--role", "both"], "role 'both' is unknown; choose one of: prefill, decode, proxy, pd"),
+        (["--role", "pd"], "--model is missing"),
+        (["--role", "proxy", "--prefill-url", "http://a:1"], "--decode-url is missing"),
+        (["--role", "pd", "--model", "m", "--prefill-url", "http://a:1"], "--prefill-url does not go with role 'pd'"),
+        (["--role", "pd", "--model", "/no/such/folder"], "the model folder /no/such/folder does not exist"),
+        (["--role", "pd", "--model", "m", "--capacity-blocks", "0"], "capacity-blocks is 0; it must be at least 1"),
+        (["--role", "pd", "--model", "m", "--kv-bytes", "0"], "kv-bytes is 0; it must be at least 1"),
+        (["--role", "pd", "--model", "m", "--port", "x"], "invalid int value: 'x'"),
+        (["--rol", "pd"], "unrecognized arguments: --rol"),
+        (["--role", "pd", "--config", "/no/such.toml"], "cannot read --config /no/such.toml: No such file"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(capsys, arguments, message):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+
+
+def test_an_unknown_connector_is_one_sentence_that_names_the_known_ones(capsys, model):
+    arguments = ["--role", "prefill", "--model", str(model), "--connector", "pigeon", "--device", "cpu"]
+    assert main(arguments) == 2
+    assert "no KV connector is called 'pigeon'; installed are:" in capsys.readouterr().err

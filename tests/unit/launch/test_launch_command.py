@@ -1,0 +1,123 @@
+"""The command lines and environments that the launcher makes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdkv.errors import ConfigError
+from pdkv.launch import engine_settings
+from pdkv.launch.command import STOCK_NIXL, Command, engine_command, http_url, proxy_command
+from pdkv.proxy.__main__ import parse as parse_proxy
+from pdkv.registry import ConnectorEntry
+
+pytestmark = pytest.mark.cpu
+
+PULL = ConnectorEntry("nixl-pull", "PdkvNixlPullConnector", "pdkv_connectors.vllm.nixl", "")
+
+
+def command(connector: ConnectorEntry | None = PULL, status_dir: Path | None = None, **values: Any) -> Command:
+    settings = {"model": "/m", "role": "prefill", "port": 8100, "side_channel_port": 5600, "device": "cpu", **values}
+    return engine_command(engine_settings(**settings), connector, status_dir)
+
+
+def option(made: Command, name: str) -> str:
+    return made.argv[made.argv.index(name) + 1]
+
+
+def test_a_growable_prefill_engine_on_the_cpu():
+    made = command(kv_bytes="256MiB", status_dir=Path("/s"), warmup_blocks=4, capacity_blocks=99, granule="64KiB")
+    assert made.argv[1:3] == ("-m", "vllm.entrypoints.openai.api_server")
+    assert option(made, "--worker-cls") == "pdkv_connectors.vllm.worker.GrowableCPUWorker"
+    assert json.loads(option(made, "--kv-transfer-config")) == {
+        "kv_connector": "PdkvNixlPullConnector",
+        "kv_connector_module_path": "pdkv_connectors.vllm.nixl",
+        "kv_role": "kv_producer",
+        "kv_buffer_device": "cpu",
+        "kv_load_failure_policy": "fail",
+    }
+    assert option(made, "--kv-cache-memory-bytes") == str(2**28)
+    assert made.env == {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": "5600",
+        "PDKV_WARMUP_BLOCKS": "4",
+        "PDKV_CAPACITY_BLOCKS": "99",
+        "PDKV_GRANULE": "65536",
+        "PDKV_STATUS_DIR": "/s",
+    }
+    assert made.url == "http://127.0.0.1:8100"
+
+
+def test_decode_consumes():
+    made = command(role="decode")
+    assert json.loads(option(made, "--kv-transfer-config"))["kv_role"] == "kv_consumer"
+
+
+def test_cuda_gets_its_own_worker_class_and_neither_eager_mode_nor_cpu_binding():
+    made = command(device="cuda", cpus="0")
+    assert option(made, "--worker-cls") == "pdkv_connectors.vllm.worker.GrowableGPUWorker"
+    assert json.loads(option(made, "--kv-transfer-config"))["kv_buffer_device"] == "cuda"
+    assert "--enforce-eager" not in made.argv
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in made.env
+
+
+def test_a_stock_pd_engine_has_vllms_connector_and_nothing_of_pdkv():
+    made = command(STOCK_NIXL, Path("/s"), kind="stock-pd", capacity_blocks=5)
+    config = json.loads(option(made, "--kv-transfer-config"))
+    assert config["kv_connector"] == "NixlConnector"
+    assert "kv_connector_module_path" not in config
+    assert "--worker-cls" not in made.argv
+    inherited = {"PDKV_STATUS_DIR": "x", "PDKV_CAPACITY_BLOCKS": "3", "HOME": "/h"}
+    assert not any(name.startswith("PDKV") for name in made.environment(inherited))
+
+
+def test_a_stock_aggregated_engine_has_no_connector_and_no_side_channel():
+    made = command(None, None, kind="stock", role="aggregated")
+    assert "--kv-transfer-config" not in made.argv
+    assert not any("SIDE_CHANNEL" in name for name in made.env)
+
+
+def test_the_variable_that_would_override_a_budget_in_bytes_is_not_inherited():
+    inherited = {"VLLM_CPU_KVCACHE_SPACE": "4"}
+    assert "VLLM_CPU_KVCACHE_SPACE" not in command(kv_bytes=1000).environment(inherited)
+    assert "VLLM_CPU_KVCACHE_SPACE" in command().environment(inherited)
+
+
+def test_extra_arguments_and_environment_come_last():
+    made = command(extra_args=("--seed", "0"), extra_env={"PDKV_GRANULE": "8192"}, granule=4096)
+    assert made.argv[-2:] == ("--seed", "0")
+    assert made.env["PDKV_GRANULE"] == "8192"
+
+
+@pytest.mark.parametrize("flag", ["--port", "--port=3", "--kv_transfer_config", "--worker-cls", "--model"])
+def test_an_extra_argument_that_contradicts_the_launcher_is_refused(flag):
+    with pytest.raises(ConfigError, match="would contradict what the launcher passes"):
+        command(extra_args=(flag, "x"))
+
+
+def test_the_shell_line_is_quoted_and_carries_the_environment():
+    made = command(kv_bytes=5)
+    words = shlex.split(made.shell())
+    assert words[:3] == ["env", "-u", "VLLM_CPU_KVCACHE_SPACE"]
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT=5600" in words
+    assert tuple(words[-len(made.argv) :]) == made.argv
+
+
+def test_the_proxys_command_line_is_one_that_the_proxy_takes():
+    made = proxy_command("http://a:1", "http://b:2", "127.0.0.1", 8000, ready_timeout_s=7, request_timeout_s=9.5)
+    settings = parse_proxy(made.argv[3:])
+    assert (settings.prefill_url, settings.decode_url) == ("http://a:1", "http://b:2")
+    assert (settings.port, settings.ready_timeout_s, settings.request_timeout_s) == (8000, 7, 9.5)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("127.0.0.1", "http://127.0.0.1:1"), ("0.0.0.0", "http://127.0.0.1:1"), ("::1", "http://[::1]:1"),
+     ("::", "http://[::1]:1"), ("box", "http://box:1")],
+)  # fmt: skip
+def test_a_url_is_one_that_this_machine_reaches(host, url):
+    assert http_url(host, 1) == url

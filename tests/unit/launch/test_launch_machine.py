@@ -1,0 +1,88 @@
+"""Choices that depend on the machine."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from pdkv.errors import ConfigError
+from pdkv.launch import PDDeployment, PDSettings, engine_settings, machine, read_status
+from pdkv.sockets import bind
+
+pytestmark = pytest.mark.cpu
+
+
+def test_picked_ports_are_free_and_all_different():
+    ports = machine.pick_free_ports(["127.0.0.1"] * 20)
+    assert len(set(ports)) == 20
+    for port in ports:
+        bind("127.0.0.1", port).close()
+
+
+def test_a_port_that_somebody_listens_on_is_refused_even_where_the_listener_shares_it():
+    with socket.socket() as shared:
+        shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        shared.bind(("127.0.0.1", 0))
+        shared.listen()
+        port = shared.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use"):
+            machine.check_port("127.0.0.1", port)
+
+
+def test_an_address_of_another_machine_is_refused():
+    with pytest.raises(ConfigError, match=r"cannot listen on 192.0.2.1:0 .* give --host an address of this machine"):
+        machine.check_port("192.0.2.1", 0)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+        machine.check_model(tmp_path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        machine.check_model(tmp_path / "nowhere")
+
+
+def engines(**values):
+    return [
+        engine_settings(**{"model": "m", "role": role, "device": "cpu", **values}) for role in ("prefill", "decode")
+    ]
+
+
+def test_engines_on_one_machine_get_cpus_of_their_own(monkeypatch):
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {2, 3, 4, 5})
+    assert [e.cpus for e in machine.share_cpus(engines())] == ["2,3", "4,5"]
+
+
+@pytest.mark.parametrize(("values", "cpus"), [({"cpus": "0-3"}, "0-3"), ({"device": "cuda"}, None)])
+def test_engines_that_name_their_cpus_or_run_elsewhere_keep_what_they_have(values, cpus):
+    assert [e.cpus for e in machine.share_cpus(engines(**values))] == [cpus, cpus]
+
+
+def test_one_cpu_is_left_to_both_engines(monkeypatch):
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {7})
+    assert [e.cpus for e in machine.share_cpus(engines())] == [None, None]
+
+
+def test_one_port_for_two_servers_is_refused(model):
+    settings = PDSettings.build(model, kind="stock-pd", device="cpu", proxy_port=8123, prefill={"port": 8123})
+    with pytest.raises(ConfigError, match="port 8123 is given to more than one server"):
+        PDDeployment(settings)
+
+
+def test_a_deployment_knows_its_addresses_before_it_starts(model):
+    deployment = PDDeployment(PDSettings.build(model, kind="stock-pd", device="cpu"))
+    assert len({deployment.proxy_url, deployment.prefill_url, deployment.decode_url}) == 3
+    assert deployment.status("prefill") == {"workers": [], "scheduler": None}
+    assert not deployment.log_dir.exists()
+
+
+def test_status_files_are_read_in_the_order_of_ranks(tmp_path: Path):
+    for rank in (10, 2, 0):
+        (tmp_path / f"worker-rank{rank}.json").write_text(json.dumps({"rank": rank}))
+    (tmp_path / "scheduler.json").write_text('{"requests": 3}')
+    assert read_status(tmp_path) == {
+        "workers": [{"rank": 0}, {"rank": 2}, {"rank": 10}],
+        "scheduler": {"requests": 3},
+    }
