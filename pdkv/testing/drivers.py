@@ -259,6 +259,17 @@ def releases_each_chunk_once(bench: Bench) -> None:
 
 
 @_check
+def keeps_mapped_memory_when_its_chunk_is_released(bench: Bench) -> None:
+    address = bench.reserve(2)
+    chunk = bench.backed(address, 2, fill=6)
+    bench.release(chunk)
+    require(len(bench.query(address, 2)) == 1, "a mapping stays when its chunk is released")
+    bench.require_filled(address, 2, 6)
+    bench.unmap(address)
+    require(not bench.query(address, 2), "unmapping it afterwards works as ever")
+
+
+@_check
 def makes_tensors_of_exactly_the_range_without_touching_it(bench: Bench) -> None:
     address, granule = bench.reserve(4), bench.granule
     bench.backed(address + granule, 1, fill=3)

@@ -147,6 +147,12 @@ class IgnoresASecondUnreserve(Wrong):
                 raise
 
 
+@caught_by("maps_chunks_that_can_be_written_and_read")
+class ShowsACopy(Wrong):
+    def tensor(self, address: int, nbytes: int, keepalive: object) -> torch.Tensor:
+        return super().tensor(address, nbytes, keepalive).clone()
+
+
 @caught_by("keeps_contents_of_a_chunk_that_moves")
 class ZeroesWhenMapping(Wrong):
     def map(self, address: int, chunk: PhysicalChunk) -> None:
@@ -290,6 +296,36 @@ class IgnoresASecondRelease(Wrong):
             return
 
 
+class KnowsWhereChunksAre(Wrong):
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: dict[int, int] = {}
+
+    def map(self, address: int, chunk: PhysicalChunk) -> None:
+        super().map(address, chunk)
+        self.places[chunk.handle] = address
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        super().unmap(address, nbytes)
+        self.places = {handle: place for handle, place in self.places.items() if place != address}
+
+
+@caught_by("keeps_mapped_memory_when_its_chunk_is_released")
+class UnmapsWhatItReleases(KnowsWhereChunksAre):
+    def release(self, chunk: PhysicalChunk) -> None:
+        if chunk.handle in self.places:
+            self.unmap(self.places[chunk.handle], chunk.nbytes)
+        super().release(chunk)
+
+
+@caught_by("keeps_mapped_memory_when_its_chunk_is_released")
+class RefusesToReleaseWhatIsMapped(KnowsWhereChunksAre):
+    def release(self, chunk: PhysicalChunk) -> None:
+        if chunk.handle in self.places:
+            raise DriverError("still mapped")
+        super().release(chunk)
+
+
 @caught_by("makes_tensors_of_exactly_the_range_without_touching_it")
 class CutsTensorsFromALargerStorage(Wrong):
     def tensor(self, address: int, nbytes: int, keepalive: object) -> torch.Tensor:
@@ -379,6 +415,10 @@ class RefusesEverythingOnceClosed(Wrong):
 def test_wrong_driver_is_caught_by_the_rule_it_breaks(rule: str, driver: type[Wrong]) -> None:
     with pytest.raises(BrokenRuleError, match=f"^{rule}: "):
         run_driver_check(rule, driver)
+
+
+def test_every_rule_has_a_wrong_driver_that_breaks_it() -> None:
+    assert {rule for rule, _ in WRONG} == set(DRIVER_CHECKS)
 
 
 def test_check_driver_runs_every_rule_and_names_the_one_that_broke() -> None:
