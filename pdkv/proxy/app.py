@@ -16,6 +16,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from pdkv.proxy import request as legs
@@ -29,6 +30,7 @@ T = TypeVar("T")
 # The id becomes a header and a part of the engines' request ids and logs.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _SHOWN_NCHARS = 500
+_SLOW_CLIENT_GRACE_S = 30.0
 
 
 class ClientGone(Exception):
@@ -95,7 +97,7 @@ class Proxy:
     async def generate(self, request: Request, path: str) -> Response:
         """One completion or chat completion, streamed where the client asks for it."""
         headers = {**forwarded_headers(request), "X-Request-Id": request_id(request)}
-        body = legs.parse(await read_body(request, self._settings.max_body_nbytes))
+        body = legs.parse(await read_body(request, self._settings))
         legs.check(body)
         began = time.monotonic()
         params = await unless_client_leaves(request, self._prefill(path, headers, body))
@@ -141,8 +143,12 @@ class EventStream(StreamingResponse):
         super().__init__(self._events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._held:
-            await super().__call__(scope, receive, send)
+        # The engine has its own deadline; this one is for a client that stays connected and does not read.
+        try:
+            async with self._held, asyncio.timeout(self._engine.timeout_s + _SLOW_CLIENT_GRACE_S):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            logger.warning("stream given up: the client did not read it in time")
 
     async def _events(self) -> AsyncIterator[bytes]:
         try:
@@ -190,13 +196,24 @@ def request_id(request: Request) -> str:
     return given
 
 
-async def read_body(request: Request, limit_nbytes: int) -> bytes:
-    """The request's body; ApiError 413 as soon as it is larger than the limit."""
+async def read_body(request: Request, settings: ProxySettings) -> bytes:
+    """The request's body.
+
+    Raises:
+        ApiError: 413 as soon as it is larger than the limit, 408 where it takes too long to arrive.
+        ClientGone: the client left before it was complete.
+    """
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit_nbytes:
-            raise bad_request(f"the body is larger than {limit_nbytes} bytes.", status=413)
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > settings.max_body_nbytes:
+                    raise bad_request(f"the body is larger than {settings.max_body_nbytes} bytes.", status=413)
+    except TimeoutError as error:
+        raise bad_request(f"the body did not arrive within {settings.body_timeout_s:g} s.", status=408) from error
+    except ClientDisconnect as error:
+        raise ClientGone from error
     return bytes(body)
 
 

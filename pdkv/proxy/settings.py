@@ -13,6 +13,7 @@ DEFAULT_READY_TIMEOUT_S = 30.0
 # A long prompt on a busy CPU takes minutes; a request that takes longer than this has lost its engine.
 DEFAULT_REQUEST_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 5.0
+DEFAULT_BODY_TIMEOUT_S = 30.0
 # Prompts are text: 16 MiB is some 4 million tokens, more than any model's context.
 DEFAULT_MAX_BODY_NBYTES = 16 * 2**20
 
@@ -26,6 +27,7 @@ class ProxySettings:
         host, port: where clients connect; port 0 has a free one picked.
         ready_timeout_s: seconds until both engines must answer at start-up.
         request_timeout_s: seconds that one leg of a request may take, prefill or decode.
+        body_timeout_s: seconds in which a client must have sent its request (408).
         max_body_nbytes: requests with a larger body are refused (413).
 
     Raises:
@@ -38,6 +40,7 @@ class ProxySettings:
     port: int = DEFAULT_PORT
     ready_timeout_s: float = DEFAULT_READY_TIMEOUT_S
     request_timeout_s: float = DEFAULT_REQUEST_TIMEOUT_S
+    body_timeout_s: float = DEFAULT_BODY_TIMEOUT_S
     max_body_nbytes: int = DEFAULT_MAX_BODY_NBYTES
 
     def __post_init__(self) -> None:
@@ -49,7 +52,7 @@ class ProxySettings:
             )
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port} is no TCP port; give 1 to 65535, or 0 to have a free one picked.")
-        for name in ("ready_timeout_s", "request_timeout_s", "max_body_nbytes"):
+        for name in ("ready_timeout_s", "request_timeout_s", "body_timeout_s", "max_body_nbytes"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be more than 0.")
 

@@ -28,7 +28,7 @@ class Engine:
         self.role = role
         self.url = url.rstrip("/")
         self._session = session
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
 
     @asynccontextmanager
     async def request(
@@ -42,7 +42,7 @@ class Engine:
             ApiError: 503 it cannot be reached, 504 it took longer than the time limit, 502 it broke off.
         """
         data = None if body is None else msgspec.json.encode(body)
-        timeout = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         send = self._session.request(method, self.url + path, data=data, headers=headers, timeout=timeout)
         with self.failures():
             async with send as response:
@@ -59,7 +59,7 @@ class Engine:
             ) from error
         except TimeoutError as error:
             raise engine_error(
-                504, f"the {self.role} engine at {self.url} did not answer within {self._timeout_s:g} s."
+                504, f"the {self.role} engine at {self.url} did not answer within {self.timeout_s:g} s."
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise engine_error(

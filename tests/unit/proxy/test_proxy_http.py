@@ -207,6 +207,17 @@ def test_a_body_over_the_limit_is_413():
     assert (status, body["error"]["code"]) == (413, 413)
 
 
+def test_a_body_that_does_not_arrive_in_time_is_408():
+    with running(prefill_engine(), engine(ANSWER), body_timeout_s=0.2) as url:
+        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=DEADLINE_S)
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("Content-Length", "100")
+        connection.endheaders(b'{"prompt"')
+        response = connection.getresponse()
+        assert (response.status, json.load(response)["error"]["code"]) == (408, 408)
+        connection.close()
+
+
 def test_health_is_the_proxys_own_and_models_are_decodes():
     with running(prefill_engine(), engine(ANSWER)) as url:
         connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=DEADLINE_S)
