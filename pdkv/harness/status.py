@@ -18,7 +18,6 @@ ENGINE_KEYS = (
     "capacity_blocks",
     "warmup_blocks",
     "final_blocks",
-    "block_size",
     "bytes_reserved",
     "bytes_committed",
     "segments",

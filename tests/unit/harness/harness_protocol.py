@@ -32,7 +32,6 @@ def worker_status(**changes: Any) -> dict[str, Any]:
         "capacity_blocks": 400,
         "warmup_blocks": 33,
         "final_blocks": 200,
-        "block_size": 32,
         "bytes_reserved": 800 << 20,
         "bytes_committed": 400 << 20,
         "segments": 30,
