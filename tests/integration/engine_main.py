@@ -28,12 +28,35 @@ def main() -> None:
             print(json.dumps(reply), file=replies, flush=True)
 
 
+def count_graphs() -> dict[str, int]:
+    """Count captures and replays of CUDA graphs in this process from now on."""
+    import torch
+
+    counts = {"captures": 0, "replays": 0}
+    if not torch.cuda.is_available():
+        return counts
+    graph = torch.cuda.CUDAGraph
+    begin, replay = graph.capture_begin, graph.replay
+
+    def counted_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        counts["captures"] += 1
+        return begin(self, *args, **kwargs)
+
+    def counted_replay(self: Any) -> Any:
+        counts["replays"] += 1
+        return replay(self)
+
+    graph.capture_begin, graph.replay = counted_begin, counted_replay
+    return counts
+
+
 class Engine:
     """One `LLM`; each `do_` method is a command."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
+        self.graphs = count_graphs()
         self.affinity_before = sorted(os.sched_getaffinity(0))
         self.llm = LLM(**options)
 
@@ -76,6 +99,10 @@ class Engine:
             {"tokens": list(output.outputs[0].token_ids), "transfer": output.kv_transfer_params} for output in outputs
         ]
 
+    def do_graphs(self) -> Any:
+        """How many CUDA graphs were captured and how many replayed since the process began."""
+        return self.graphs
+
     def do_facts(self) -> Any:
         """What the engine, its cache and its connector say of themselves, and what the kernel says."""
         worker, core = self.worker, self.core
@@ -91,6 +118,7 @@ class Engine:
         if cache is not None:
             facts["cache"] = cache.describe()
             facts["warmup_blocks"] = worker._warmup_blocks
+            facts["times_s"] = worker._times_s
             facts["segments"] = [[s.offset, s.nbytes, s.block_stride] for s in cache.segments]
             facts["extents"] = [[e.address, e.nbytes] for e in cache.extents()]
             bound = {id(view): view for view in worker.model_runner.kv_caches}

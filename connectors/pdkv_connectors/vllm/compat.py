@@ -16,7 +16,7 @@ from pdkv.errors import SeamError
 from pdkv_connectors.vllm import patches
 
 #: vLLM's minor version -> platforms on which the seams have been run.
-SUPPORTED = {"0.32": ("cpu",)}
+SUPPORTED = {"0.32": ("cpu",), "0.33": ("cuda",)}
 
 
 @dataclass(frozen=True, slots=True)

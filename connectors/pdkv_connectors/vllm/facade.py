@@ -115,6 +115,11 @@ class LateConnector(NixlBaseConnector):
             worker.shutdown()
 
     @property
+    def agent(self) -> Any:
+        """The guarded NIXL agent of the stock worker."""
+        return self._worker.nixl_wrapper
+
+    @property
     def registered_ranges(self) -> tuple[tuple[int, int], ...]:
         """`(address, nbytes)` of what NIXL holds registered now."""
         return tuple(self.connector_worker.nixl_wrapper.registered) if self.connector_worker is not None else ()

@@ -84,12 +84,12 @@ class _BuildLate:
 
     def __init__(self, worker: GrowableWorker, connector: LateConnector) -> None:
         self._worker = worker
-        self._connector = connector
+        self.connector = connector
 
     def __call__(self, config: kvcache.KVCacheConfig) -> LateConnector:
         with set_current_vllm_config(self._worker.vllm_config):
-            self._connector.build(self._worker.committed_config, self._worker.committed_views)
-        return self._connector
+            self.connector.build(self._worker.committed_config, self._worker.committed_views)
+        return self.connector
 
 
 class GrowableWorker:
@@ -121,6 +121,7 @@ class GrowableWorker:
         self._extended = False
         self._warming_up = False
         self._times_s: dict[str, float] = {}
+        self.probe_gb_per_s: float | None = None
         super().__init__(vllm_config, *args, **kwargs)
 
     # What differs by device.
@@ -143,6 +144,9 @@ class GrowableWorker:
     def rebind(self, config: KVCacheConfig, views: dict[str, torch.Tensor]) -> None:
         """Put committed views where the model runner and its layers hold capacity views."""
         raise NotImplementedError
+
+    def check_bandwidth(self, cache: GrowableKVCache, agent: Any) -> None:
+        """Called once the connector's memory is registered: warn if peers would read it slowly."""
 
     # Capacity.
 
@@ -284,6 +288,8 @@ class GrowableWorker:
         report = lifecycle.extend(cache, num_blocks, factory, rebind=self._rebind_committed)
         self._extended = True
         self._times_s.update(report.times_s)
+        if factory is not None:
+            self.check_bandwidth(cache, factory.connector.agent)
         self._report(cache, report)
         return report.blocks
 
@@ -302,6 +308,7 @@ class GrowableWorker:
             "final_blocks": report.blocks,
             "connector_created_after_extend": report.connector_created_after_extend,
             "times_s": self._times_s,
+            "probe_gb_per_s": self.probe_gb_per_s,
             "vllm_version": vllm.__version__,
         }
         write_status(self.settings.status_dir, f"worker-rank{self.rank}", status)

@@ -9,6 +9,7 @@ The launcher sets these variables; a plain vLLM start may set them too. All are 
                           (default: vLLM's ``--gpu-memory-utilization`` share of the device)
 ``PDKV_GRANULE``          bytes per granule of the host driver (default: 2 MiB)
 ``PDKV_STATUS_DIR``       folder for the status files (default: none are written)
+``PDKV_PROBE``            0 skips the bandwidth probe at start-up on CUDA (default: 1)
 ======================  =====================================================================================
 
 ``PDKV_CORRUPT_RECEIVED_KV=1`` is a negative control for correctness harnesses: the decode engine zeroes each block that
@@ -34,6 +35,7 @@ class EngineSettings:
     engine_memory: int | None = None
     granule: int | None = None
     status_dir: Path | None = None
+    probe: bool = True
     corrupt_received_kv: bool = False
 
     @classmethod
@@ -41,7 +43,7 @@ class EngineSettings:
         """Read and check the variables.
 
         Raises:
-            ConfigError: a value is not a positive whole number.
+            ConfigError: a value is not a positive whole number, or a switch neither 0 nor 1.
         """
         status_dir = environment.get("PDKV_STATUS_DIR")
         return cls(
@@ -50,8 +52,16 @@ class EngineSettings:
             engine_memory=_positive(environment, "PDKV_ENGINE_MEMORY"),
             granule=_positive(environment, "PDKV_GRANULE"),
             status_dir=Path(status_dir) if status_dir else None,
-            corrupt_received_kv=environment.get("PDKV_CORRUPT_RECEIVED_KV", "0") not in ("", "0"),
+            probe=_switch(environment, "PDKV_PROBE", default=True),
+            corrupt_received_kv=_switch(environment, "PDKV_CORRUPT_RECEIVED_KV", default=False),
         )
+
+
+def _switch(environment: Mapping[str, str], name: str, *, default: bool) -> bool:
+    text = environment.get(name) or str(int(default))
+    if text not in ("0", "1"):
+        raise ConfigError(f"{name} must be 0 or 1, found {text!r}; correct it or unset it.")
+    return text == "1"
 
 
 def _positive(environment: Mapping[str, str], name: str) -> int | None:

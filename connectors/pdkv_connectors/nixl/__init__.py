@@ -1,0 +1,1 @@
+"""What touches NIXL itself, without an engine around it."""
