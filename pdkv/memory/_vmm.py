@@ -1,0 +1,212 @@
+"""What the CUDA and HIP drivers share: physical chunks mapped into reserved addresses, by calls of the same shape.
+
+A :class:`VmmApi` is a thin table of calls over integers, one per vendor. :class:`VmmDriver` holds everything else: what
+is checked, in which order calls are made, and what is undone when one fails. How both vendors' drivers behave, which
+this is built on:
+
+- `*MemUnmap` does not wait for kernels or copies in flight, and takes whole mappings only.
+- A mapping is unusable until `*MemSetAccess`; a failure there leaves it mapped, so it is unmapped again here.
+- `*MemRelease` of a handle twice, or of no handle, is undefined. So the driver remembers its chunks, and refuses.
+- `*MemAddressFree` of a range with mappings in it is not reliably an error. So the driver remembers its mappings, and
+  refuses. What is reported by :meth:`VmmDriver.query_chunks` is asked of the vendor's driver all the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdkv.errors import DriverError, StateError
+from pdkv.memory import _dlpack
+from pdkv.memory._ranges import RangeSet
+from pdkv.memory._vmm_api import VmmApi
+from pdkv.memory.driver import MappedChunk, MemoryDriver, MemoryInfo, PhysicalChunk
+
+if TYPE_CHECKING:
+    import torch
+
+
+class VmmDriver(MemoryDriver):
+    """The driver contract over a :class:`VmmApi`."""
+
+    def __init__(self, api: VmmApi, device: int, min_granule: int = 1) -> None:
+        self.name = api.name
+        self.device_id = device
+        self._api = api
+        with api.on_device():
+            self.granule = max(api.granularity(), min_granule)
+        self._open = True
+        self._reservations: dict[int, int] = {}
+        self._chunks: dict[int, PhysicalChunk] = {}
+        self._mapped = RangeSet()
+
+    # -- addresses
+
+    def reserve(self, nbytes: int) -> int:
+        self._check_open()
+        self._check_size(nbytes)
+        with self._api.on_device():
+            address = self._api.address_reserve(nbytes, self.granule)
+        self._reservations[address] = nbytes
+        return address
+
+    def unreserve(self, address: int, nbytes: int) -> None:
+        if self._reservations.get(address) != nbytes:
+            raise DriverError(f"0x{address:x} + {nbytes} is not a whole reservation of this driver")
+        if self._mapped.overlapping(address, nbytes):
+            raise DriverError(f"the reservation at 0x{address:x} still has chunks mapped in it; unmap them first")
+        with self._api.on_device():
+            self._api.address_free(address, nbytes)
+        del self._reservations[address]
+
+    # -- chunks
+
+    def create(self, nbytes: int) -> PhysicalChunk:
+        self._check_open()
+        self._check_size(nbytes)
+        with self._api.on_device():
+            chunk = PhysicalChunk(self._api.create(nbytes), nbytes)
+        self._chunks[chunk.handle] = chunk
+        return chunk
+
+    def release(self, chunk: PhysicalChunk) -> None:
+        self._check_chunk(chunk)
+        with self._api.on_device():
+            self._api.release(chunk.handle)
+        del self._chunks[chunk.handle]
+
+    def export_fd(self, chunk: PhysicalChunk) -> int:
+        self._check_open()
+        self._check_chunk(chunk)
+        if "posix_fd" not in self._api.handle_type:
+            raise DriverError(
+                f"chunks cannot be exported as file descriptors: the driver granted handle type {self._api.handle_type}"
+            )
+        with self._api.on_device():
+            return self._api.export_fd(chunk.handle)
+
+    # -- mappings
+
+    def map(self, address: int, chunk: PhysicalChunk) -> None:
+        self._check_open()
+        self._check_chunk(chunk)
+        self._check_free_range(address, chunk.nbytes)
+        with self._api.on_device():
+            self._api.map(address, chunk.nbytes, chunk.handle)
+            try:
+                self._api.set_access(*self._access_range(address, chunk.nbytes))
+            except BaseException:
+                self._api.unmap(address, chunk.nbytes)
+                raise
+        self._mapped.add(address, chunk.nbytes)
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        if self._mapped.get(address) != nbytes:
+            raise DriverError(f"0x{address:x} + {nbytes} is not one whole mapping of this driver")
+        with self._api.on_device():
+            self._api.synchronize()
+            self._api.unmap(address, nbytes)
+        self._mapped.remove(address)
+
+    def query_chunks(self, address: int, nbytes: int) -> tuple[MappedChunk, ...]:
+        """As in the contract. The vendor's driver is asked wherever something was mapped: into a range that this driver
+        reserved nobody else maps. Reservations are terabytes; asking at every granule would take seconds.
+        """
+        found: list[MappedChunk] = []
+        with self._api.on_device():
+            for start, size in self._mapped.overlapping(address, nbytes):
+                position = start
+                while position < start + size and (mapping := self._api.mapping_at(position)) is not None:
+                    found.append(MappedChunk(*mapping))
+                    position = found[-1].address + found[-1].nbytes
+        return tuple(found)
+
+    def _access_range(self, address: int, nbytes: int) -> tuple[int, int]:
+        """The range for which access is granted once `address` has been mapped."""
+        return address, nbytes
+
+    # -- contents
+
+    def zero(self, address: int, nbytes: int) -> None:
+        """As in the contract. Work that was started earlier, on any stream, comes first, as it would on a CPU."""
+        self._check_mapped(address, nbytes)
+        if nbytes:
+            with self._api.on_device():
+                self._api.synchronize()
+                self._api.zero(address, nbytes)
+
+    def copy(self, destination: int, source: int, nbytes: int) -> None:
+        """As in the contract. Work that was started earlier, on any stream, comes first, as it would on a CPU."""
+        self._check_mapped(destination, nbytes)
+        self._check_mapped(source, nbytes)
+        if abs(destination - source) < nbytes:
+            raise DriverError(f"cannot copy {nbytes} bytes between ranges that overlap")
+        if nbytes:
+            with self._api.on_device():
+                self._api.synchronize()
+                self._api.copy(destination, source, nbytes)
+
+    def tensor(self, address: int, nbytes: int, keepalive: object) -> torch.Tensor:
+        self._check_open()
+        if nbytes < 1:
+            raise DriverError(f"a tensor needs at least one byte, not {nbytes}")
+        self._reservation_around(address, nbytes)
+        try:
+            return _dlpack.int8_view(address, nbytes, self._api.dlpack_device, keepalive)
+        except (AssertionError, RuntimeError) as error:  # torch without support for the device asserts, or raises this
+            raise DriverError(f"torch makes no tensor over memory of the {self.name} driver: {error}") from error
+
+    # -- the rest
+
+    def memory_info(self) -> MemoryInfo:
+        with self._api.on_device():
+            return self._api.memory_info()
+
+    def synchronize(self) -> None:
+        with self._api.on_device():
+            self._api.synchronize()
+
+    def describe(self) -> dict[str, str | int | bool]:
+        return {
+            **super().describe(),
+            "handle_type": self._api.handle_type,
+            "gpu_direct_rdma": self._api.gpu_direct_rdma,
+            "exportable": "posix_fd" in self._api.handle_type,
+            **self._api.facts(),
+        }
+
+    def close(self) -> None:
+        self._open = False
+        self._api.close()
+
+    # -- checks
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise StateError(f"this {self.name} driver is closed; open another one")
+
+    def _check_size(self, nbytes: int) -> None:
+        if nbytes <= 0 or nbytes % self.granule:
+            raise DriverError(f"sizes must be positive multiples of the granule {self.granule}, not {nbytes}")
+
+    def _check_chunk(self, chunk: PhysicalChunk) -> None:
+        if self._chunks.get(chunk.handle) is not chunk:
+            raise DriverError(f"{chunk} is not a chunk of this driver, or has been released")
+
+    def _check_free_range(self, address: int, nbytes: int) -> None:
+        if address % self.granule:
+            raise DriverError(f"0x{address:x} is no multiple of the granule {self.granule}")
+        self._reservation_around(address, nbytes)
+        if self._mapped.overlapping(address, nbytes):
+            raise DriverError(f"something is mapped already in 0x{address:x} + {nbytes}; unmap it first")
+
+    def _reservation_around(self, address: int, nbytes: int) -> tuple[int, int]:
+        """(start, nbytes) of the reservation that holds the whole range."""
+        for start, size in list(self._reservations.items()):
+            if start <= address and address + nbytes <= start + size:
+                return start, size
+        raise DriverError(f"0x{address:x} + {nbytes} lies in no reservation of this driver")
+
+    def _check_mapped(self, address: int, nbytes: int) -> None:
+        covered = self._mapped.covered(address, nbytes)
+        if nbytes < 0 or covered < nbytes:
+            raise DriverError(f"0x{address + covered:x} is not mapped; nothing was touched")
