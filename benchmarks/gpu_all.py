@@ -1,0 +1,215 @@
+"""Everything that needs a GPU, in one go: all of `tests/gpu` and all GPU benchmarks.
+
+    python benchmarks/gpu_all.py [--json PATH] [--only driver,commit] [--list] [--logs FOLDER] [--deadline SECONDS]
+
+Each step runs in a process of its own with a deadline; a step that fails or hangs does not stop the others. Prints a
+table; `--json` writes it with the date, the command and the versions of everything that had a part. Exits with 1 if a
+step failed, or was skipped where it should have run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+DISTRIBUTIONS = ("torch", "triton", "cuda-bindings", "cuda-core", "nixl", "nixl-cu13", "nixl-cu12", "vllm", "numpy")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process to run.
+
+    Attributes:
+        name: what `--only` selects by.
+        command: arguments after the Python interpreter.
+        deadline_s: the process and its children are killed after so many seconds.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    deadline_s: float
+
+
+@dataclass
+class Outcome:
+    """What became of a step. `status` is passed, failed, skipped or timeout."""
+
+    name: str
+    status: str
+    seconds: float
+    summary: str
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+
+def tests(name: str, file: str, deadline_s: float, *options: str) -> Step:
+    """A step that runs one file of `tests/gpu`."""
+    # Without the project's addopts: --strict-config refuses settings of plugins that a GPU machine may not have.
+    flags = ("-o", "addopts=", "-q", "-rfEs", "-p", "no:cacheprovider")
+    command = ("-m", "pytest", *flags, f"tests/gpu/{file}", *options)
+    return Step(name, command, deadline_s)
+
+
+STEPS = (
+    tests("driver", "test_gpu_driver.py", 60),
+    tests("invariants", "test_gpu_invariants.py", 120),
+    tests("graphs", "test_gpu_graphs.py", 60),
+    tests("preserve", "test_gpu_preserve.py", 90),
+    tests("allocator", "test_gpu_torch_allocator.py", 60),
+    tests("given-back", "test_gpu_given_back.py", 90),
+    tests("registration", "test_gpu_registration.py", 150, "-k", "not stale"),
+    tests("stale", "test_gpu_registration.py", 120, "-k", "stale"),
+    Step("commit", ("benchmarks/gpu_commit.py",), 90),
+)
+
+
+def run(step: Step, logs: Path, time_left_s: float) -> Outcome:
+    """Run one step to its end or its deadline; its output goes to a log, its records come back."""
+    log, records = logs / f"{step.name}.log", logs / f"{step.name}.jsonl"
+    records.write_text("")
+    deadline_s = min(step.deadline_s, time_left_s)
+    if deadline_s <= 0:
+        return Outcome(step.name, "timeout", 0.0, "no time was left to start it")
+    python_path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "connectors"), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "PDKV_GPU_RECORDS": str(records), "PYTHONPATH": python_path, "PYTHONUNBUFFERED": "1"}
+    start = time.monotonic()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, *step.command],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            kill_session(process)
+    seconds = round(time.monotonic() - start, 1)
+    rows = [json.loads(line) for line in records.read_text().splitlines()]
+    return Outcome(step.name, status_of(step, code, log), seconds, last_line(log), rows)
+
+
+def kill_session(process: subprocess.Popen[bytes]) -> None:
+    """End whatever of the step is still running: its children too."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def status_of(step: Step, code: int | None, log: Path) -> str:
+    """From the exit status; a test run in which nothing ran does not count as passed."""
+    if code is None:
+        return "timeout"
+    if code != 0:
+        # pytest's status 5: no test was collected, as where a whole file is skipped.
+        return "skipped" if code == 5 and "pytest" in step.command else "failed"
+    return "skipped" if "pytest" in step.command and " passed" not in last_line(log) else "passed"
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that says something."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip("= ") if lines else "no output"
+
+
+def versions() -> dict[str, str]:
+    """Of Python, the packages that are installed, and the driver and device as nvidia-smi names them."""
+    found = {"python": platform.python_version()}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    try:
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        found["gpu"] = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        found["gpu"] = f"nvidia-smi: {error}"
+    return found
+
+
+def print_table(outcomes: list[Outcome]) -> None:
+    """Steps, then every record, then the ends of the logs of what failed."""
+    for outcome in outcomes:
+        for record in outcome.records:
+            shown = ", ".join(f"{key}={value}" for key, value in record.items() if key not in ("table", "test"))
+            print(f"  [{record.get('table', outcome.name)}] {shown}")
+    print(f"\n{'step':<14}{'status':<10}{'seconds':>8}  summary")
+    for outcome in outcomes:
+        print(f"{outcome.name:<14}{outcome.status:<10}{outcome.seconds:>8}  {outcome.summary[:100]}")
+
+
+def selected(only: str | None) -> list[Step]:
+    """The steps named in `only`, in the order of STEPS; all without it."""
+    if only is None:
+        return list(STEPS)
+    wanted = only.split(",")
+    unknown = set(wanted) - {step.name for step in STEPS}
+    if unknown:
+        sys.exit(f"gpu_all: there is no step {', '.join(sorted(unknown))}; --list names them all")
+    return [step for step in STEPS if step.name in wanted]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write all results to this file")
+    parser.add_argument("--only", help="steps to run, separated by commas")
+    parser.add_argument("--list", action="store_true", help="list the steps and their deadlines, and stop")
+    parser.add_argument("--logs", type=Path, help="keep each step's output in this folder")
+    parser.add_argument("--deadline", type=float, default=480.0, help="seconds for all steps together")
+    arguments = parser.parse_args()
+    if arguments.list:
+        for step in STEPS:
+            print(f"{step.name:<14}{step.deadline_s:>6.0f} s  {shlex.join(step.command)}")
+        return 0
+    logs = arguments.logs or Path(tempfile.mkdtemp(prefix="pdkv-gpu-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    end = time.monotonic() + arguments.deadline
+    outcomes = []
+    for step in selected(arguments.only):
+        print(f"{step.name} ...", flush=True)
+        outcomes.append(run(step, logs, end - time.monotonic()))
+        if outcomes[-1].status in ("failed", "timeout"):
+            print((logs / f"{step.name}.log").read_text(errors="replace")[-3000:], flush=True)
+        if arguments.json:
+            write(arguments.json, started, outcomes)
+    print_table(outcomes)
+    print(f"logs: {logs}")
+    return 0 if all(outcome.status == "passed" for outcome in outcomes) else 1
+
+
+def write(path: Path, started: str, outcomes: list[Outcome]) -> None:
+    """The results so far, written after every step, so that a run cut short leaves them."""
+    result = {
+        "date": started,
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "versions": versions(),
+        "steps": [asdict(outcome) for outcome in outcomes],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""How long changes of a KV cache's memory take on a CUDA device, beside their references in the same run.
+
+    python benchmarks/gpu_commit.py [--gib 64] [--segments 32] [--repeats 5]
+
+Prints one JSON object a line and appends them to the file that `PDKV_GPU_RECORDS` names. Exits with 1 if a limit is
+missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pdkv.kvcache import AttentionSpec, GrowableKVCache, KVCacheConfig
+from pdkv.memory import open_driver
+
+GIB, MIB = 1 << 30, 1 << 20
+PAGE = 64 << 10
+#: What must be reached: commit against torch.zeros, a growth step beyond its zeroing, a commit that changes nothing,
+#: the import.
+COMMIT_RATIO, STEP_MS, NOTHING_US, IMPORT_MS = 1.5, 2.0, 50.0, 150.0
+STEP_BYTES = 64 * MIB
+
+
+class Bench:
+    """One device, one shape of cache, and the rows measured so far."""
+
+    def __init__(self, gib: float, segments: int, repeats: int) -> None:
+        self.repeats = repeats
+        self.segments = segments
+        self.nbytes = int(gib * GIB)
+        self.driver = open_driver("cuda")
+        spec = AttentionSpec(num_kv_heads=8, block_size=16, head_size=128, dtype="bfloat16")
+        self.blocks = self.nbytes // segments // PAGE
+        self.config = KVCacheConfig.uniform([f"layer{index}" for index in range(segments)], spec, self.blocks)
+        self.missed: list[str] = []
+
+    def cache(self) -> GrowableKVCache:
+        """A new cache, nothing committed."""
+        return GrowableKVCache(self.config, self.driver)
+
+    def row(self, what: str, value: float, unit: str, limit: float | None = None, **more: Any) -> None:
+        """Keep one result. It must not exceed `limit`."""
+        ok = limit is None or value <= limit
+        if not ok:
+            self.missed.append(what)
+        row = {"table": "performance", "what": what, "value": round(value, 4), "unit": unit, "limit": limit, "ok": ok}
+        line = json.dumps({**row, **more})
+        print(line, flush=True)
+        if path := os.environ.get("PDKV_GPU_RECORDS"):
+            with open(path, "a") as file:
+                print(line, file=file)
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    """Wall time of `work`, device work included."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def commit_at_once(bench: Bench) -> None:
+    """Commit everything, one chunk per segment, beside `torch.zeros`; then release and recommit."""
+    zeros, commits, releases, recommits = [], [], [], []
+    for _ in range(bench.repeats):
+        kept: list[torch.Tensor] = []
+        zeros.append(seconds(lambda kept=kept: kept.append(torch.zeros(bench.nbytes, dtype=torch.int8, device="cuda"))))
+        kept.clear()
+        torch.cuda.empty_cache()
+        with bench.cache() as cache:
+            commits.append(seconds(lambda cache=cache: cache.commit(bench.blocks, defragment=True)))
+            assert cache.chunks_per_segment() == 1
+            releases.append(seconds(cache.release_physical))
+            recommits.append(seconds(cache.recommit))
+    reference, took = statistics.median(zeros) * 1e3, statistics.median(commits) * 1e3
+    what = f"commit {bench.nbytes / GIB:g} GiB in {bench.segments} segments, zeroed"
+    bench.row(what, took, "ms", max=max(commits) * 1e3, reference="torch.zeros", reference_ms=reference)
+    bench.row(f"{what}: against torch.zeros", took / reference, "x", COMMIT_RATIO)
+    bench.row("release", statistics.median(releases) * 1e3, "ms", max=max(releases) * 1e3)
+    bench.row("recommit, zeroed", statistics.median(recommits) * 1e3, "ms", max=max(recommits) * 1e3)
+
+
+def zeroing(bench: Bench) -> None:
+    """Bandwidth of zeroing one large chunk."""
+    nbytes = min(8 * GIB, bench.nbytes)
+    address = bench.driver.reserve(nbytes)
+    chunk = bench.driver.create(nbytes)
+    bench.driver.map(address, chunk)
+    bench.driver.zero(address, nbytes)
+    took = statistics.median(seconds(lambda: bench.driver.zero(address, nbytes)) for _ in range(bench.repeats))
+    bench.row("zero one chunk", nbytes / took / 1e12, "TB/s", nbytes=nbytes)
+    bench.driver.unmap(address, nbytes)
+    bench.driver.release(chunk)
+    bench.driver.unreserve(address, nbytes)
+
+
+def commit_in_steps(bench: Bench) -> None:
+    """Grow by 64 MiB at a time, all segments together: every step adds a chunk to each segment.
+
+    What a step's zeroing takes is measured by zeroing the same pieces once more.
+    """
+    step = max(STEP_BYTES // bench.segments // PAGE, bench.driver.granule // PAGE)
+    steps = min(bench.blocks // step, 256)
+    beyond, whole = [], []
+    with bench.cache() as cache:
+        starts = [cache.address + segment.offset for segment in cache.segments]
+        for index in range(steps):
+            took = seconds(lambda cache=cache, index=index: cache.commit((index + 1) * step))
+            begin, nbytes = index * step * PAGE, step * PAGE
+            zero = seconds(lambda begin=begin, nbytes=nbytes: [bench.driver.zero(at + begin, nbytes) for at in starts])
+            whole.append(took * 1e3)
+            beyond.append((took - zero) * 1e3)
+        chunks = cache.chunks_per_segment()
+    what = f"growth step of {step * PAGE * bench.segments / MIB:g} MiB over {bench.segments} segments"
+    percentile = sorted(beyond)[int(0.99 * (len(beyond) - 1))]
+    bench.row(f"{what}, zeroing included", statistics.median(whole), "ms", max=max(whole), steps=steps)
+    bench.row(
+        f"{what}, beyond its zeroing, the slowest",
+        max(beyond),
+        "ms",
+        STEP_MS,
+        median=statistics.median(beyond),
+        p99=percentile,
+        chunks_per_segment=chunks,
+    )
+
+
+def defragment(bench: Bench) -> None:
+    """Defragment from two chunks per segment, with contents kept and without; then where there is nothing to do."""
+    blocks = bench.blocks // 2
+    for preserve in (False, True):
+        with bench.cache() as cache:
+            cache.commit(blocks // 2)
+            cache.commit(blocks)
+            took = seconds(
+                lambda cache=cache, preserve=preserve: cache.commit(blocks, defragment=True, preserve=preserve)
+            )
+            assert cache.chunks_per_segment() == 1
+        what = "defragment from two chunks, contents kept" if preserve else "defragment from two chunks"
+        bench.row(what, took * 1e3, "ms", gib=blocks * PAGE * bench.segments / GIB)
+    with bench.cache() as cache:
+        cache.commit(blocks, defragment=True)
+        calls = calls_during(bench.driver, lambda: cache.commit(blocks, defragment=True))
+        many = [seconds_of_host(lambda: cache.commit(blocks, defragment=True)) for _ in range(200)]
+    bench.row("commit(defragment=True) with nothing to do", statistics.median(many) * 1e6, "us", NOTHING_US)
+    bench.row("driver calls made by it", len(calls), "calls", 0, calls=calls)
+
+
+def seconds_of_host(work: Callable[[], Any]) -> float:
+    """Wall time of `work` alone."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def calls_during(driver: Any, work: Callable[[], Any]) -> list[str]:
+    """The driver's functions that `work` calls."""
+    api, calls = driver._api, []
+    original = api.call
+
+    def counted(function: str, *arguments: Any, **options: Any) -> Any:
+        calls.append(function)
+        return original(function, *arguments, **options)
+
+    api.call = counted
+    try:
+        work()
+    finally:
+        del api.call
+    return calls
+
+
+def importing(bench: Bench) -> None:
+    """Import of the driver's module in a new process, and whether it brings torch along."""
+    program = (
+        "import time; start = time.perf_counter(); import pdkv.memory.cuda; took = time.perf_counter() - start;"
+        "import sys; print(took, 'torch' in sys.modules)"
+    )
+    times = []
+    for _ in range(5):
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+        took, torch_too = done.stdout.split()
+        assert torch_too == "False", "pdkv.memory.cuda imports torch"
+        times.append(float(took) * 1e3)
+    bench.row("import pdkv.memory.cuda", statistics.median(times), "ms", IMPORT_MS, max=max(times))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=64.0)
+    parser.add_argument("--segments", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.cuda.init()
+    torch.zeros(1, device="cuda")
+    bench = Bench(arguments.gib, arguments.segments, arguments.repeats)
+    print(json.dumps(bench.driver.describe()), flush=True)
+    for measure in (commit_at_once, zeroing, commit_in_steps, defragment, importing):
+        measure(bench)
+    bench.driver.close()
+    if bench.missed:
+        print(f"missed: {', '.join(bench.missed)}", file=sys.stderr)
+    return 1 if bench.missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
