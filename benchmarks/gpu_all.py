@@ -12,21 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
-from importlib import metadata
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from _report import write_json
+
 ROOT = Path(__file__).parents[1]
-DISTRIBUTIONS = ("torch", "triton", "cuda-bindings", "cuda-core", "nixl", "nixl-cu13", "nixl-cu12", "vllm", "numpy")
 
 
 @dataclass(frozen=True)
@@ -132,22 +130,6 @@ def last_line(log: Path) -> str:
     return lines[-1].strip("= ") if lines else "no output"
 
 
-def versions() -> dict[str, str]:
-    """Of Python, the packages that are installed, and the driver and device as nvidia-smi names them."""
-    found = {"python": platform.python_version()}
-    for name in DISTRIBUTIONS:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    try:
-        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        found["gpu"] = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError) as error:
-        found["gpu"] = f"nvidia-smi: {error}"
-    return found
-
-
 def print_table(outcomes: list[Outcome]) -> None:
     """Steps, then every record, then the ends of the logs of what failed."""
     for outcome in outcomes:
@@ -184,7 +166,6 @@ def main() -> int:
         return 0
     logs = arguments.logs or Path(tempfile.mkdtemp(prefix="pdkv-gpu-"))
     logs.mkdir(parents=True, exist_ok=True)
-    started = datetime.now(UTC).isoformat(timespec="seconds")
     end = time.monotonic() + arguments.deadline
     outcomes = []
     for step in selected(arguments.only):
@@ -192,23 +173,12 @@ def main() -> int:
         outcomes.append(run(step, logs, end - time.monotonic()))
         if outcomes[-1].status in ("failed", "timeout"):
             print((logs / f"{step.name}.log").read_text(errors="replace")[-3000:], flush=True)
-        if arguments.json:
-            write(arguments.json, started, outcomes)
+        if arguments.json:  # after every step, so that a run cut short leaves what it had
+            settings = {"only": arguments.only, "deadline_s": arguments.deadline}
+            write_json(arguments.json, "gpu_all", settings, {"steps": outcomes})
     print_table(outcomes)
     print(f"logs: {logs}")
     return 0 if all(outcome.status == "passed" for outcome in outcomes) else 1
-
-
-def write(path: Path, started: str, outcomes: list[Outcome]) -> None:
-    """The results so far, written after every step, so that a run cut short leaves them."""
-    result = {
-        "date": started,
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "versions": versions(),
-        "steps": [asdict(outcome) for outcome in outcomes],
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
