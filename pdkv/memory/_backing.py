@@ -36,6 +36,8 @@ class Backing:
         self.mapped: dict[int, PhysicalChunk] = {}
         self.ranges = RangeSet()
         self.loose: list[PhysicalChunk] = []
+        # Kept, though it could be added up: a cache that grew in small steps has thousands of chunks.
+        self._held = 0
         self._unwanted: set[int] = set()
         self._spares: list[Backing] = []
         self._pid = os.getpid()
@@ -52,8 +54,7 @@ class Backing:
     @property
     def physical_bytes(self) -> int:
         """Bytes of all chunks held, mapped or not."""
-        own = sum(chunk.nbytes for chunk in (*self.mapped.values(), *self.loose))
-        return own + sum(spare.physical_bytes for spare in self._spares)
+        return self._held + sum(spare.physical_bytes for spare in self._spares)
 
     # -- single steps
 
@@ -61,6 +62,7 @@ class Backing:
         """A new chunk, loose."""
         chunk = self.driver.create(nbytes)
         self.loose.append(chunk)
+        self._held += nbytes
         return chunk
 
     def map(self, offset: int, chunk: PhysicalChunk) -> None:
@@ -84,11 +86,14 @@ class Backing:
         """Release a loose chunk."""
         self.driver.release(chunk)
         self._remove_loose(chunk)
+        self._held -= chunk.nbytes
 
     def adopt(self, chunk: PhysicalChunk, other: Backing) -> None:
         """Take over a loose chunk of another range."""
         self.loose.append(chunk)
+        self._held += chunk.nbytes
         other._remove_loose(chunk)
+        other._held -= chunk.nbytes
 
     # -- several steps
 

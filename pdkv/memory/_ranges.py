@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 
 
@@ -41,10 +41,12 @@ class RangeSet:
     def overlapping(self, start: int, nbytes: int) -> list[tuple[int, int]]:
         """The (start, nbytes) of every range that shares a byte with the given one, in order."""
         first = max(bisect_right(self._starts, start) - 1, 0)
+        # By index, not over a slice that is copied: a cache that grew in small steps has thousands of ranges, and each
+        # mapping asks here.
+        last = bisect_left(self._starts, start + nbytes)
         found = []
-        for other in self._starts[first:]:
-            if other >= start + nbytes:
-                break
+        for index in range(first, last):
+            other = self._starts[index]
             if other + self._sizes[other] > start:
                 found.append((other, self._sizes[other]))
         return found
