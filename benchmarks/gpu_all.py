@@ -68,9 +68,13 @@ STEPS = (
     tests("preserve", "test_gpu_preserve.py", 90),
     tests("allocator", "test_gpu_torch_allocator.py", 60),
     tests("given-back", "test_gpu_given_back.py", 90),
-    tests("registration", "test_gpu_registration.py", 150, "-k", "not stale"),
+    tests("registration", "test_gpu_registration.py", 200, "-k", "not stale"),
     tests("stale", "test_gpu_registration.py", 120, "-k", "stale"),
     Step("commit", ("benchmarks/gpu_commit.py",), 90),
+    tests("vllm-seams", "../integration/test_vllm_seams.py", 90),
+    # Six at a time: engines spend most of their start importing. The last needs the card for itself.
+    tests("vllm-pd", "test_vllm_pd.py", 240, "-k", "not leaves_free", "-n", "6"),
+    tests("vllm-left-free", "test_vllm_pd.py", 180, "-k", "leaves_free"),
 )
 
 

@@ -10,3 +10,10 @@ NIXL_PULL = ConnectorEntry(
     vllm_module_path="pdkv_connectors.vllm.nixl",
     summary="decode reads KV from prefill over NIXL, after prefill has finished",
 )
+
+NIXL_PUSH = ConnectorEntry(
+    name="nixl-push",
+    vllm_class="PdkvNixlPushConnector",
+    vllm_module_path="pdkv_connectors.vllm.nixl",
+    summary="prefill writes KV to decode over NIXL, as soon as prefill has finished",
+)

@@ -60,14 +60,22 @@ class SegmentBacking:
 
     def grow(self, needs: Sequence[int]) -> None:
         """Add what is missing to `needs`, zeroed; all or nothing. What is mapped stays as it is."""
-        missing = [
-            Piece(offset + backed, need - backed)
-            for offset, backed, need in zip(self._offsets, self._backed, needs, strict=True)
+        missing = {
+            segment: Piece(self._offsets[segment] + backed, need - backed)
+            for segment, (backed, need) in enumerate(zip(self._backed, needs, strict=True))
             if need > backed
-        ]
-        if missing:
-            with self._changing():
-                self._reservation.add(missing)
+        }
+        if not missing:
+            return
+        try:
+            self._reservation.add(list(missing.values()))
+        except BaseException:
+            self._look_up()
+            raise
+        # Counted on, not looked up: a cache that grows in small steps has thousands of pieces, which none should visit.
+        for segment, piece in missing.items():
+            self._backed[segment] += piece.nbytes
+            self._pieces[segment] += 1
 
     def replace(self, needs: Sequence[int]) -> None:
         """Back every segment by one new chunk, zeroed.
@@ -153,12 +161,16 @@ class SegmentBacking:
         try:
             yield
         finally:
-            if self._reservation.epoch != self._epoch:
-                self._epoch = self._reservation.epoch
-                self.generation += 1
-            self._backed = [0] * len(self._offsets)
-            self._pieces = [0] * len(self._offsets)
-            for piece in self._reservation.pieces:
-                segment = self._segment_at(piece.offset)
-                self._backed[segment] += piece.nbytes
-                self._pieces[segment] += 1
+            self._look_up()
+
+    def _look_up(self) -> None:
+        """What is backed by how many chunks, and whether memory was replaced."""
+        if self._reservation.epoch != self._epoch:
+            self._epoch = self._reservation.epoch
+            self.generation += 1
+        self._backed = [0] * len(self._offsets)
+        self._pieces = [0] * len(self._offsets)
+        for piece in self._reservation.pieces:
+            segment = self._segment_at(piece.offset)
+            self._backed[segment] += piece.nbytes
+            self._pieces[segment] += 1

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import EngineProcess, pull_connector
+from engine import EngineProcess, nixl_connector
 from random_llama import VOCABULARY, make_random_llama
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -82,7 +82,7 @@ def start(llama: Path, tmp_path: Path) -> Iterator[Callable[..., EngineProcess]]
 
 def connector(role: str) -> dict[str, Any]:
     """pdkv's pull connector, with KV on the device."""
-    config = pull_connector(role)
+    config = nixl_connector(role)
     config["kv_transfer_config"]["kv_buffer_device"] = "cuda"
     return config
 

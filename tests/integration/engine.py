@@ -31,11 +31,11 @@ OPTIONS: dict[str, Any] = {
 GROWABLE = {"worker_cls": "pdkv_connectors.vllm.worker.GrowableCPUWorker"}
 
 
-def pull_connector(role: str, *, stock: bool = False) -> dict[str, Any]:
-    """vLLM's `kv_transfer_config` for the pull connector, pdkv's or vLLM's own."""
-    config = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
+def nixl_connector(role: str, mode: str = "Pull", *, stock: bool = False) -> dict[str, Any]:
+    """vLLM's `kv_transfer_config` for a NIXL connector, "Pull" or "Push", pdkv's or vLLM's own."""
+    config = {"kv_connector": f"Nixl{mode}Connector", "kv_role": role, "kv_buffer_device": "cpu"}
     if not stock:
-        config["kv_connector"] = "PdkvNixlPullConnector"
+        config["kv_connector"] = f"PdkvNixl{mode}Connector"
         config["kv_connector_module_path"] = "pdkv_connectors.vllm.nixl"
     return {"kv_transfer_config": config}
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine import GROWABLE, EngineProcess, pull_connector
+from engine import GROWABLE, EngineProcess, nixl_connector
 
 pytestmark = pytest.mark.vllm
 
@@ -29,17 +29,19 @@ def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[lis
         return [answer["tokens"] for answer in stock.generate(PROMPTS, MAX_TOKENS)]
 
 
-@pytest.fixture(scope="module")
-def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineProcess, EngineProcess]]:
+@pytest.fixture(scope="module", params=["Pull", "Push"])
+def engines(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[EngineProcess, EngineProcess]]:
     """A prefill and a decode engine whose final block counts differ."""
     folder = tmp_path_factory.mktemp("pd")
-    prefill = EngineProcess(model, folder / "prefill.log", **GROWABLE, **pull_connector("kv_producer"))
+    prefill = EngineProcess(model, folder / "prefill.log", **GROWABLE, **nixl_connector("kv_producer", request.param))
     decode = EngineProcess(
         model,
         folder / "decode.log",
         {"PDKV_CAPACITY_BLOCKS": "400", "PDKV_WARMUP_BLOCKS": "10"},
         **GROWABLE,
-        **pull_connector("kv_consumer"),
+        **nixl_connector("kv_consumer", request.param),
         kv_cache_memory_bytes=128 << 20,
     )
     with prefill, decode:

@@ -68,7 +68,8 @@ def test_the_quiet_agent_is_restored_when_the_constructor_raises() -> None:
     def constructor_that_raises() -> None:
         with patches.quiet_nixl_agent():
             os.sched_setaffinity(0, {max(affinity)})
-            assert not base_worker.nixl_agent_config().enable_pthread
+            quiet = base_worker.nixl_agent_config()
+            assert (quiet.enable_pthread, quiet.sync_mode.name) == (False, "NIXL_THREAD_SYNC_STRICT")
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

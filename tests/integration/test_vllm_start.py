@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import GROWABLE, EngineFailed, EngineProcess, pull_connector
+from engine import GROWABLE, EngineFailed, EngineProcess, nixl_connector
 
 pytestmark = pytest.mark.vllm
 
@@ -55,12 +55,12 @@ def test_a_capacity_too_small_for_one_request_is_refused(model: Path, tmp_path: 
 
 
 def test_a_stock_connector_on_a_growable_cache_is_refused(model: Path, tmp_path: Path) -> None:
-    said = refuse(model, tmp_path, **GROWABLE, **pull_connector("kv_producer", stock=True))
+    said = refuse(model, tmp_path, **GROWABLE, **nixl_connector("kv_producer", stock=True))
     assert "registers the KV cache before it has grown" in said
 
 
 def test_the_late_connector_without_a_growable_worker_is_refused(model: Path, tmp_path: Path) -> None:
-    said = refuse(model, tmp_path, **pull_connector("kv_producer"))
+    said = refuse(model, tmp_path, **nixl_connector("kv_producer"))
     assert "--worker-cls" in said
 
 

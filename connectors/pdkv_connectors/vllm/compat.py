@@ -63,15 +63,23 @@ CONNECTOR_SEAMS = (
     Seam("late connector", f"{_NIXL}.pull_worker", "NixlPullConnectorWorker",
          ("vllm_config", "engine_id", "kv_cache_config")),
     Seam("late connector", f"{_NIXL}.pull_worker", "NixlPullConnectorWorker.register_kv_caches", ("kv_caches",)),
-    Seam("agent without a spinning thread", f"{_NIXL}.base_worker", "nixl_agent_config", ("enable_prog_thread",)),
-    Seam("accounting", f"{_NIXL}.pull_scheduler", "NixlPullConnectorScheduler.get_num_new_matched_tokens",
-         ("request", "num_computed_tokens")),
-    Seam("accounting", f"{_NIXL}.pull_scheduler", "NixlPullConnectorScheduler.update_state_after_alloc",
-         ("request", "blocks", "num_external_tokens")),
-    Seam("accounting", f"{_NIXL}.pull_scheduler", "NixlPullConnectorScheduler.build_connector_meta",
-         ("scheduler_output",)),
-    Seam("accounting", f"{_NIXL}.pull_scheduler", "NixlPullConnectorScheduler.request_finished",
-         ("request", "block_ids")),
+    Seam("late connector", f"{_NIXL}.push_worker", "NixlPushConnectorWorker",
+         ("vllm_config", "engine_id", "kv_cache_config")),
+    Seam("late connector", f"{_NIXL}.push_worker", "NixlPushConnectorWorker.register_kv_caches", ("kv_caches",)),
+    Seam("agent without a spinning thread", f"{_NIXL}.base_worker", "nixl_agent_config",
+         ("enable_prog_thread", "sync_mode")),
+    *(
+        Seam("accounting", f"{_NIXL}.{module}", f"{name}.{method}", parameters)
+        for module, name in (("pull_scheduler", "NixlPullConnectorScheduler"),
+                             ("push_scheduler", "NixlPushConnectorScheduler"))
+        for method, parameters in (
+            ("get_num_new_matched_tokens", ("request", "num_computed_tokens")),
+            ("update_state_after_alloc", ("request", "blocks", "num_external_tokens")),
+            ("build_connector_meta", ("scheduler_output",)),
+            ("update_connector_output", ("connector_output",)),
+            ("request_finished", ("request", "block_ids")),
+        )
+    ),
 )  # fmt: skip
 
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector, NixlPushConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 
 from pdkv_connectors.vllm.accounting import CountingScheduler
 from pdkv_connectors.vllm.facade import LateConnector
@@ -41,3 +43,23 @@ class PdkvNixlPullConnector(LateConnector, NixlPullConnector):
         cls, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig
     ) -> NixlPullConnectorWorker:
         return NixlPullConnectorWorker(vllm_config, engine_id, kv_cache_config)
+
+
+class CountingPushScheduler(CountingScheduler, NixlPushConnectorScheduler):
+    """Stock push, and a count of what was received and of what had to be computed again."""
+
+
+class PdkvNixlPushConnector(LateConnector, NixlPushConnector):
+    """Prefill writes the KV of a prompt to decode (WRITE), from and into caches that pdkv has grown."""
+
+    @classmethod
+    def make_scheduler(
+        cls, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig
+    ) -> CountingPushScheduler:
+        return CountingPushScheduler(vllm_config, engine_id, kv_cache_config)
+
+    @classmethod
+    def make_worker(
+        cls, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig
+    ) -> NixlPushConnectorWorker:
+        return NixlPushConnectorWorker(vllm_config, engine_id, kv_cache_config)

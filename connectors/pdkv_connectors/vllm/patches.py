@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -82,7 +83,10 @@ def quiet_nixl_agent() -> Iterator[None]:
 
     stock = base_worker.nixl_agent_config
     affinity = os.sched_getaffinity(0)
-    base_worker.nixl_agent_config = functools.partial(stock, enable_prog_thread=False)
+    # Handshakes, and push's writer, call the agent from threads of their own. With a progress thread NIXL locks by
+    # itself; without one it does not unless told so, and concurrent push requests then wait for ever.
+    strict = sys.modules[stock.__module__].nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+    base_worker.nixl_agent_config = functools.partial(stock, enable_prog_thread=False, sync_mode=strict)
     try:
         yield
     finally:
