@@ -136,9 +136,10 @@ def test_overlaid_groups_share_segments() -> None:
     assert [tensor.layer_stride for tensor in config.tensors] == [GRANULE, GRANULE]
 
 
-def test_a_smaller_page_may_overlay_the_beginning_of_a_larger_one() -> None:
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_smaller_page_may_overlay_the_beginning_of_a_larger_one(order: int) -> None:
     small = PageSpec(1, 1, 20, 3)
-    tensors = (KVCacheTensor(600, ("a",), 600, 60), KVCacheTensor(600, ("b",), 600, 20))
+    tensors = (KVCacheTensor(600, ("a",), 600, 60), KVCacheTensor(600, ("b",), 600, 20))[::order]
     (segment,) = KVCacheConfig(10, tensors, {"a": PAGE, "b": small}, KVCacheLayout.LBNHC).segments
     assert (segment.block_stride, segment.nbytes) == (60, 600)
 
