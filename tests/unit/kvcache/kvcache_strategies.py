@@ -45,19 +45,19 @@ def specs(draw: st.DrawFn) -> Spec:
 
 
 @st.composite
-def uniform_configs(draw: st.DrawFn, max_blocks: int = 9) -> KVCacheConfig:
+def uniform_configs(draw: st.DrawFn, max_blocks: int = 9, min_blocks: int = 1) -> KVCacheConfig:
     """One tensor of equal layers."""
     layers = [f"layer.{index}" for index in range(draw(st.integers(1, 4)))]
     return KVCacheConfig.uniform(
-        layers, draw(specs()), draw(st.integers(1, max_blocks)), draw(st.sampled_from(GROWABLE))
+        layers, draw(specs()), draw(st.integers(min_blocks, max_blocks)), draw(st.sampled_from(GROWABLE))
     )
 
 
 @st.composite
-def mixed_configs(draw: st.DrawFn, max_blocks: int = 9) -> KVCacheConfig:
+def mixed_configs(draw: st.DrawFn, max_blocks: int = 9, min_blocks: int = 1) -> KVCacheConfig:
     """Two groups that overlay each other, or two specs of unequal pages side by side: as vLLM places hybrid models."""
     layout = draw(st.sampled_from(GROWABLE))
-    blocks = draw(st.integers(1, max_blocks))
+    blocks = draw(st.integers(min_blocks, max_blocks))
     first, second = draw(specs()), draw(specs())
     counts = (draw(st.integers(1, 3)), draw(st.integers(1, 3)))
     overlay = draw(st.booleans())
@@ -66,8 +66,8 @@ def mixed_configs(draw: st.DrawFn, max_blocks: int = 9) -> KVCacheConfig:
     return overlaid(layout, blocks, first, counts) if overlay else side_by_side(layout, blocks, (first, second), counts)
 
 
-def configs(max_blocks: int = 9) -> st.SearchStrategy[KVCacheConfig]:
-    return uniform_configs(max_blocks) | mixed_configs(max_blocks)
+def configs(max_blocks: int = 9, min_blocks: int = 1) -> st.SearchStrategy[KVCacheConfig]:
+    return uniform_configs(max_blocks, min_blocks) | mixed_configs(max_blocks, min_blocks)
 
 
 def block_outermost(
