@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from pdkv.errors import DriverError, StateError
 from pdkv.memory import _dlpack
-from pdkv.memory._ranges import RangeSet
+from pdkv.memory._books import DriverBooks
 from pdkv.memory._vmm_api import VmmApi
 from pdkv.memory.driver import MappedChunk, MemoryDriver, MemoryInfo, PhysicalChunk
 
@@ -35,48 +35,43 @@ class VmmDriver(MemoryDriver):
         with api.on_device():
             self.granule = max(api.granularity(), min_granule)
         self._open = True
-        self._reservations: dict[int, int] = {}
-        self._chunks: dict[int, PhysicalChunk] = {}
-        self._mapped = RangeSet()
+        self._books = DriverBooks(self.granule)
 
     # -- addresses
 
     def reserve(self, nbytes: int) -> int:
         self._check_open()
-        self._check_size(nbytes)
+        self._books.check_size(nbytes)
         with self._api.on_device():
             address = self._api.address_reserve(nbytes, self.granule)
-        self._reservations[address] = nbytes
+        self._books.reservations[address] = nbytes
         return address
 
     def unreserve(self, address: int, nbytes: int) -> None:
-        if self._reservations.get(address) != nbytes:
-            raise DriverError(f"0x{address:x} + {nbytes} is not a whole reservation of this driver")
-        if self._mapped.overlapping(address, nbytes):
-            raise DriverError(f"the reservation at 0x{address:x} still has chunks mapped in it; unmap them first")
+        self._books.check_unreserve(address, nbytes)
         with self._api.on_device():
             self._api.address_free(address, nbytes)
-        del self._reservations[address]
+        del self._books.reservations[address]
 
     # -- chunks
 
     def create(self, nbytes: int) -> PhysicalChunk:
         self._check_open()
-        self._check_size(nbytes)
+        self._books.check_size(nbytes)
         with self._api.on_device():
             chunk = PhysicalChunk(self._api.create(nbytes), nbytes)
-        self._chunks[chunk.handle] = chunk
+        self._books.chunks[chunk.handle] = chunk
         return chunk
 
     def release(self, chunk: PhysicalChunk) -> None:
-        self._check_chunk(chunk)
+        self._books.check_chunk(chunk)
         with self._api.on_device():
             self._api.release(chunk.handle)
-        del self._chunks[chunk.handle]
+        del self._books.chunks[chunk.handle]
 
     def export_fd(self, chunk: PhysicalChunk) -> int:
         self._check_open()
-        self._check_chunk(chunk)
+        self._books.check_chunk(chunk)
         if "posix_fd" not in self._api.handle_type:
             raise DriverError(
                 f"chunks cannot be exported as file descriptors: the driver granted handle type {self._api.handle_type}"
@@ -88,8 +83,7 @@ class VmmDriver(MemoryDriver):
 
     def map(self, address: int, chunk: PhysicalChunk) -> None:
         self._check_open()
-        self._check_chunk(chunk)
-        self._check_free_range(address, chunk.nbytes)
+        self._books.check_map(address, chunk)
         with self._api.on_device():
             self._api.map(address, chunk.nbytes, chunk.handle)
             try:
@@ -97,15 +91,14 @@ class VmmDriver(MemoryDriver):
             except BaseException:
                 self._api.unmap(address, chunk.nbytes)
                 raise
-        self._mapped.add(address, chunk.nbytes)
+        self._books.mapped.add(address, chunk.nbytes)
 
     def unmap(self, address: int, nbytes: int) -> None:
-        if self._mapped.get(address) != nbytes:
-            raise DriverError(f"0x{address:x} + {nbytes} is not one whole mapping of this driver")
+        self._books.check_unmap(address, nbytes)
         with self._api.on_device():
             self._api.synchronize()
             self._api.unmap(address, nbytes)
-        self._mapped.remove(address)
+        self._books.mapped.remove(address)
 
     def query_chunks(self, address: int, nbytes: int) -> tuple[MappedChunk, ...]:
         """As in the contract. The vendor's driver is asked wherever something was mapped: into a range that this driver
@@ -113,7 +106,7 @@ class VmmDriver(MemoryDriver):
         """
         found: list[MappedChunk] = []
         with self._api.on_device():
-            for start, size in self._mapped.overlapping(address, nbytes):
+            for start, size in self._books.mapped.overlapping(address, nbytes):
                 position = start
                 while position < start + size and (mapping := self._api.mapping_at(position)) is not None:
                     found.append(MappedChunk(*mapping))
@@ -128,7 +121,7 @@ class VmmDriver(MemoryDriver):
 
     def zero(self, address: int, nbytes: int) -> None:
         """As in the contract. Work that was started earlier, on any stream, comes first, as it would on a CPU."""
-        self._check_mapped(address, nbytes)
+        self._books.check_mapped(address, nbytes)
         if nbytes:
             with self._api.on_device():
                 self._api.synchronize()
@@ -136,10 +129,7 @@ class VmmDriver(MemoryDriver):
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         """As in the contract. Work that was started earlier, on any stream, comes first, as it would on a CPU."""
-        self._check_mapped(destination, nbytes)
-        self._check_mapped(source, nbytes)
-        if abs(destination - source) < nbytes:
-            raise DriverError(f"cannot copy {nbytes} bytes between ranges that overlap")
+        self._books.check_copy(destination, source, nbytes)
         if nbytes:
             with self._api.on_device():
                 self._api.synchronize()
@@ -147,9 +137,7 @@ class VmmDriver(MemoryDriver):
 
     def tensor(self, address: int, nbytes: int, keepalive: object) -> torch.Tensor:
         self._check_open()
-        if nbytes < 1:
-            raise DriverError(f"a tensor needs at least one byte, not {nbytes}")
-        self._reservation_around(address, nbytes)
+        self._books.check_tensor(address, nbytes)
         try:
             return _dlpack.int8_view(address, nbytes, self._api.dlpack_device, keepalive)
         except (AssertionError, RuntimeError) as error:  # torch without support for the device asserts, or raises this
@@ -178,35 +166,6 @@ class VmmDriver(MemoryDriver):
         self._open = False
         self._api.close()
 
-    # -- checks
-
     def _check_open(self) -> None:
         if not self._open:
             raise StateError(f"this {self.name} driver is closed; open another one")
-
-    def _check_size(self, nbytes: int) -> None:
-        if nbytes <= 0 or nbytes % self.granule:
-            raise DriverError(f"sizes must be positive multiples of the granule {self.granule}, not {nbytes}")
-
-    def _check_chunk(self, chunk: PhysicalChunk) -> None:
-        if self._chunks.get(chunk.handle) is not chunk:
-            raise DriverError(f"{chunk} is not a chunk of this driver, or has been released")
-
-    def _check_free_range(self, address: int, nbytes: int) -> None:
-        if address % self.granule:
-            raise DriverError(f"0x{address:x} is no multiple of the granule {self.granule}")
-        self._reservation_around(address, nbytes)
-        if self._mapped.overlapping(address, nbytes):
-            raise DriverError(f"something is mapped already in 0x{address:x} + {nbytes}; unmap it first")
-
-    def _reservation_around(self, address: int, nbytes: int) -> tuple[int, int]:
-        """(start, nbytes) of the reservation that holds the whole range."""
-        for start, size in list(self._reservations.items()):
-            if start <= address and address + nbytes <= start + size:
-                return start, size
-        raise DriverError(f"0x{address:x} + {nbytes} lies in no reservation of this driver")
-
-    def _check_mapped(self, address: int, nbytes: int) -> None:
-        covered = self._mapped.covered(address, nbytes)
-        if nbytes < 0 or covered < nbytes:
-            raise DriverError(f"0x{address + covered:x} is not mapped; nothing was touched")

@@ -197,7 +197,7 @@ class HipDriver(VmmDriver):
     def _check_one_size(self, address: int, nbytes: int) -> None:
         if self._mixed_sizes:
             return
-        others = {size for _, size in self._mapped.overlapping(*self._reservation_around(address, nbytes))}
+        others = {size for _, size in self._books.mapped.overlapping(*self._books.reservation_around(address, nbytes))}
         if others - {nbytes}:
             raise DriverError(
                 f"a chunk of {nbytes} bytes cannot be mapped beside chunks of {min(others)} bytes: before HIP 7.12"
@@ -207,12 +207,12 @@ class HipDriver(VmmDriver):
 
     def _access_range(self, address: int, nbytes: int) -> tuple[int, int]:
         start, end = address, address + nbytes
-        low, size = self._reservation_around(address, nbytes)
-        for other, other_nbytes in self._mapped.overlapping(end, low + size - end):
+        low, size = self._books.reservation_around(address, nbytes)
+        for other, other_nbytes in self._books.mapped.overlapping(end, low + size - end):
             if other != end:
                 break
             end += other_nbytes
-        for other, other_nbytes in reversed(self._mapped.overlapping(low, start - low)):
+        for other, other_nbytes in reversed(self._books.mapped.overlapping(low, start - low)):
             if other + other_nbytes != start:
                 break
             start = other

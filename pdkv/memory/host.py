@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from pdkv.errors import ConfigError, DriverError, DriverUnavailableError, OutOfMemoryError, StateError
 from pdkv.memory import _dlpack, _host_info, _libc, _memfd
-from pdkv.memory._ranges import RangeSet
+from pdkv.memory._books import DriverBooks
 from pdkv.memory.driver import MappedChunk, MemoryDriver, MemoryInfo, PhysicalChunk
 
 if TYPE_CHECKING:
@@ -69,16 +69,14 @@ class HostDriver(MemoryDriver):
         self._open = True
         self._populates = True
         self._mappings_left = 0
-        self._reservations: dict[int, int] = {}
-        self._chunks: dict[int, PhysicalChunk] = {}
-        self._mapped = RangeSet()
+        self._books = DriverBooks(granule)
         _drivers.add(self)
 
     # -- addresses
 
     def reserve(self, nbytes: int) -> int:
         self._check_usable()
-        self._check_size(nbytes)
+        self._books.check_size(nbytes)
         # The kernel aligns to pages only: take one granule more and trim both ends.
         surplus = self.granule if self.granule > os.sysconf("SC_PAGE_SIZE") else 0
         try:
@@ -92,28 +90,25 @@ class HostDriver(MemoryDriver):
             _libc.munmap(start, address - start)
         if start + surplus > address:
             _libc.munmap(address + nbytes, start + surplus - address)
-        self._reservations[address] = nbytes
+        self._books.reservations[address] = nbytes
         return address
 
     def unreserve(self, address: int, nbytes: int) -> None:
         self._check_process()
-        if self._reservations.get(address) != nbytes:
-            raise DriverError(f"0x{address:x} + {nbytes} is not a whole reservation of this driver")
-        if self._mapped.overlapping(address, nbytes):
-            raise DriverError(f"the reservation at 0x{address:x} still has chunks mapped in it; unmap them first")
+        self._books.check_unreserve(address, nbytes)
         # Forgotten first: once the range is unmapped, another thread may be given the same address.
-        del self._reservations[address]
+        del self._books.reservations[address]
         try:
             _libc.munmap(address, nbytes)
         except OSError as error:
-            self._reservations[address] = nbytes
+            self._books.reservations[address] = nbytes
             raise DriverError(f"cannot unreserve {nbytes} bytes at 0x{address:x}: {error}") from error
 
     # -- chunks
 
     def create(self, nbytes: int) -> PhysicalChunk:
         self._check_usable()
-        self._check_size(nbytes)
+        self._books.check_size(nbytes)
         free = self.memory_info().free
         if nbytes > free:
             raise _out_of_memory(nbytes, free)
@@ -122,21 +117,23 @@ class HostDriver(MemoryDriver):
         except OSError as error:
             raise self._allocation_error(nbytes, error) from error
         chunk = PhysicalChunk(fd, nbytes)
-        self._chunks[fd] = chunk
+        self._books.chunks[fd] = chunk
         return chunk
 
     def release(self, chunk: PhysicalChunk) -> None:
-        self._check_chunk(chunk)
-        del self._chunks[chunk.handle]
+        self._check_process()
+        self._books.check_chunk(chunk)
+        del self._books.chunks[chunk.handle]
         os.close(chunk.handle)
 
     def is_pinned(self, chunk: PhysicalChunk) -> bool | None:
-        self._check_chunk(chunk)
+        self._check_process()
+        self._books.check_chunk(chunk)
         return _memfd.is_held_elsewhere(chunk.handle)
 
     def export_fd(self, chunk: PhysicalChunk) -> int:
         self._check_usable()
-        self._check_chunk(chunk)
+        self._books.check_chunk(chunk)
         try:
             return _memfd.reopen(chunk.handle)
         except OSError as error:
@@ -146,8 +143,7 @@ class HostDriver(MemoryDriver):
 
     def map(self, address: int, chunk: PhysicalChunk) -> None:
         self._check_usable()
-        self._check_chunk(chunk)
-        self._check_free_range(address, chunk.nbytes)
+        self._books.check_map(address, chunk)
         self._check_mapping_count()
         flags = _libc.MAP_SHARED | _libc.MAP_FIXED
         try:
@@ -159,17 +155,16 @@ class HostDriver(MemoryDriver):
         except OSError as error:
             _make_empty(address, chunk.nbytes)
             raise self._allocation_error(chunk.nbytes, error) from error
-        self._mapped.add(address, chunk.nbytes)
+        self._books.mapped.add(address, chunk.nbytes)
 
     def unmap(self, address: int, nbytes: int) -> None:
         self._check_process()
-        if self._mapped.get(address) != nbytes:
-            raise DriverError(f"0x{address:x} + {nbytes} is not one whole mapping of this driver")
+        self._books.check_unmap(address, nbytes)
         try:
             _make_empty(address, nbytes)
         except OSError as error:
             raise DriverError(f"cannot change a mapping: {error}") from error
-        self._mapped.remove(address)
+        self._books.mapped.remove(address)
 
     def query_chunks(self, address: int, nbytes: int) -> tuple[MappedChunk, ...]:
         self._check_process()
@@ -189,21 +184,18 @@ class HostDriver(MemoryDriver):
     # -- contents
 
     def zero(self, address: int, nbytes: int) -> None:
-        self._check_mapped(address, nbytes)
+        self._check_process()
+        self._books.check_mapped(address, nbytes)
         ctypes.memset(address, 0, nbytes)
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
-        self._check_mapped(destination, nbytes)
-        self._check_mapped(source, nbytes)
-        if abs(destination - source) < nbytes:
-            raise DriverError(f"cannot copy {nbytes} bytes between ranges that overlap")
+        self._check_process()
+        self._books.check_copy(destination, source, nbytes)
         ctypes.memmove(destination, source, nbytes)
 
     def tensor(self, address: int, nbytes: int, keepalive: object) -> torch.Tensor:
         self._check_usable()
-        if nbytes < 1:
-            raise DriverError(f"a tensor needs at least one byte, not {nbytes}")
-        self._containing_reservation(address, nbytes)
+        self._books.check_tensor(address, nbytes)
         return _dlpack.int8_view(address, nbytes, (_dlpack.CPU, 0), keepalive)
 
     # -- the rest
@@ -256,22 +248,6 @@ class HostDriver(MemoryDriver):
         if not self._open:
             raise StateError("this host driver is closed; open another one")
 
-    def _check_size(self, nbytes: int) -> None:
-        if nbytes <= 0 or nbytes % self.granule:
-            raise DriverError(f"sizes must be positive multiples of the granule {self.granule}, not {nbytes}")
-
-    def _check_chunk(self, chunk: PhysicalChunk) -> None:
-        self._check_process()
-        if self._chunks.get(chunk.handle) is not chunk:
-            raise DriverError(f"{chunk} is not a chunk of this driver, or has been released")
-
-    def _check_free_range(self, address: int, nbytes: int) -> None:
-        if address % self.granule:
-            raise DriverError(f"0x{address:x} is no multiple of the granule {self.granule}")
-        self._containing_reservation(address, nbytes)
-        if self._mapped.overlapping(address, nbytes):
-            raise DriverError(f"something is mapped already in 0x{address:x} + {nbytes}; unmap it first")
-
     def _check_mapping_count(self) -> None:
         if self._mappings_left <= 0:
             allowed = _host_info.max_mappings()
@@ -284,25 +260,13 @@ class HostDriver(MemoryDriver):
             self._mappings_left = min(left, _SPARE_MAPPINGS)
         self._mappings_left -= 2  # one in the middle of a free range makes three of it
 
-    def _containing_reservation(self, address: int, nbytes: int) -> int:
-        for start, size in list(self._reservations.items()):
-            if start <= address and address + nbytes <= start + size:
-                return start
-        raise DriverError(f"0x{address:x} + {nbytes} lies in no reservation of this driver")
-
-    def _check_mapped(self, address: int, nbytes: int) -> None:
-        self._check_process()
-        covered = self._mapped.covered(address, nbytes)
-        if nbytes < 0 or covered < nbytes:
-            raise DriverError(f"0x{address + covered:x} is not mapped; nothing was touched")
-
     def _abandon(self) -> None:
         """In a forked child: let go of everything, and leave nothing at the addresses that could be touched."""
-        for address, nbytes in self._reservations.items():
+        for address, nbytes in self._books.reservations.items():
             _make_empty(address, nbytes)
-        for fd in self._chunks:
+        for fd in self._books.chunks:
             os.close(fd)
-        self._chunks.clear()
+        self._books.chunks.clear()
 
 
 def _make_empty(address: int, nbytes: int) -> None:

@@ -191,10 +191,10 @@ def test_I9_addresses_stay_reserved_until_the_last_view_has_died(make_cache: Cal
     before = driver.memory_info().free
     cache.close()
     assert driver.memory_info().free - before == 4 * 64 * (64 << 10)
-    assert len(driver._reservations) == 1
+    assert len(driver._books.reservations) == 1
     del piece
     assert _dlpack.live_views() == views
-    assert len(driver._reservations) == 0
+    assert len(driver._books.reservations) == 0
 
 
 @pytest.mark.parametrize("closed", [False, True], ids=["open", "closed"])
