@@ -76,18 +76,15 @@ class RandomDecoder:
         from torch.nn import functional
 
         shape = self.shape
-        q, k, v = functional.linear(x, layer["qkv"]).split(
-            [n * shape.head_size for n in (shape.heads, shape.kv_heads, shape.kv_heads)], dim=-1
-        )
+        widths = [n * shape.head_size for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
+        q, k, v = torch.split(functional.linear(x, layer["qkv"]), widths, dim=-1)
         q, k = _rotated(q.view(len(x), -1, shape.head_size)), _rotated(k.view(len(x), -1, shape.head_size))
         v = v.view(len(x), -1, shape.head_size)
-        parts = zip(q.split(list(lengths)), k.split(list(lengths)), v.split(list(lengths)), strict=True)
-        out = [
-            functional.scaled_dot_product_attention(
-                *(part.transpose(0, 1)[None] for part in triple), is_causal=True, enable_gqa=True
-            )[0].transpose(0, 1)
-            for triple in parts
-        ]
+        out = []
+        for parts in zip(*(torch.split(part, list(lengths)) for part in (q, k, v)), strict=True):
+            query, key, value = (part.transpose(0, 1)[None] for part in parts)
+            attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            out.append(attended[0].transpose(0, 1))
         return functional.linear(torch.cat(out).reshape(len(x), -1), layer["out"])
 
     def _mlp(self, x: torch.Tensor, layer: dict[str, torch.Tensor]) -> torch.Tensor:
