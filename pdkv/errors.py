@@ -12,6 +12,7 @@
     │   └── OutOfMemoryError     not enough physical memory; carries `wanted` and `free`   (also a MemoryError)
     ├── ExtentError              a range is not one chunk of the committed prefix (I5, I6)
     ├── ConnectorError           a KV connector or its engine is not what pdkv needs
+    │   ├── ProtocolError        a peer's message is malformed, too large, of another version, or not acceptable
     │   ├── SeamError            a private API of the engine is not where it is expected
     │   └── StaleGenerationError a transfer names memory that has been replaced (I10)
     └── ProgramError             a program of pdkv cannot go on
@@ -74,6 +75,10 @@ class ConnectorError(PdkvError):
     """A KV connector, or the engine around it, is not what pdkv needs."""
 
 
+class ProtocolError(ConnectorError):
+    """A peer sent what cannot be accepted. Only the request that it belongs to is affected."""
+
+
 class SeamError(ConnectorError):
     """A private API of the engine is not where pdkv expects it, or did not fire exactly once."""
 
@@ -107,6 +112,7 @@ __all__ = [
     "OutOfMemoryError",
     "PdkvError",
     "ProgramError",
+    "ProtocolError",
     "SeamError",
     "StaleGenerationError",
     "StateError",

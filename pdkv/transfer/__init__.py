@@ -1,0 +1,49 @@
+"""The P/D protocol, engine-agnostic: what P and D say to each other, and how every request ends on both sides.
+
+:class:`Producer` and :class:`Consumer` are state machines without threads, sockets or sleeps: the host hands them
+events and does the actions that they return. `pdkv.testing.faults` runs them under every fault that a network, a
+transport or a peer can have.
+"""
+
+from __future__ import annotations
+
+from pdkv.transfer.admission import Admission, Room
+from pdkv.transfer.blocks import BlockPair, BlockRun, pair_by_index
+from pdkv.transfer.clock import Clock, SystemClock
+from pdkv.transfer.consumer import Consumer
+from pdkv.transfer.consumer_state import ConsumerSettings
+from pdkv.transfer.counters import Counters
+from pdkv.transfer.leases import LeaseSettings, LeaseTable, Renewer
+from pdkv.transfer.messages import Compatibility, Descriptor, EngineRef, FailCode, TransferKey, decode, encode
+from pdkv.transfer.producer import Producer
+from pdkv.transfer.producer_books import ProducerSettings
+from pdkv.transfer.quarantine import Quarantine, QuarantineSettings
+from pdkv.transfer.reference import Reference
+
+__all__ = [
+    "Admission",
+    "BlockPair",
+    "BlockRun",
+    "Clock",
+    "Compatibility",
+    "Consumer",
+    "ConsumerSettings",
+    "Counters",
+    "Descriptor",
+    "EngineRef",
+    "FailCode",
+    "LeaseSettings",
+    "LeaseTable",
+    "Producer",
+    "ProducerSettings",
+    "Quarantine",
+    "QuarantineSettings",
+    "Reference",
+    "Renewer",
+    "Room",
+    "SystemClock",
+    "TransferKey",
+    "decode",
+    "encode",
+    "pair_by_index",
+]

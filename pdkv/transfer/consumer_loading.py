@@ -1,0 +1,66 @@
+"""How a request on D gets on: what each phase does as soon as it can, and when what arrived may be believed."""
+
+from __future__ import annotations
+
+from pdkv.errors import ProtocolError
+from pdkv.transfer.actions import Loaded, PostRead
+from pdkv.transfer.blocks import block_ids, pair_by_index, require_committed
+from pdkv.transfer.consumer_books import ConsumerBooks
+from pdkv.transfer.consumer_state import Phase, Request
+from pdkv.transfer.messages import FailCode, Register
+from pdkv.transfer.peers import Peer
+
+
+class ConsumerLoading(ConsumerBooks):
+    """From STARTING to LOADED; see :mod:`pdkv.transfer.consumer`."""
+
+    def _advance(self, request: Request) -> None:
+        """Do what the phase allows now."""
+        if request.phase is Phase.STARTING:
+            peer = self._peers.get(request.reference.engine)
+            if not block_ids(request.runs):
+                self._arrived_whole(request)
+            elif peer is None:
+                self._need_peer(request.reference.engine)
+            elif self._settings.mode == "push":
+                request.phase = Phase.RUNNING
+                remaining_s = max(0.0, request.deadline - self._clock.monotonic())
+                fields = {"num_tokens": request.reference.num_tokens, "runs": request.runs, "remaining_s": remaining_s}
+                self._send(self._to_prefill(Register, request, **fields))
+            elif self._kept_until(request, self._clock.monotonic()):
+                self._read(request, peer)
+        elif request.phase is Phase.CONFIRMING:
+            if self._kept_until(request, request.read_ended_at):
+                self._arrived_whole(request)
+            else:
+                self.counters.count("confirmations")
+                self._renewer.ask_now(request.key)
+
+    def _kept_until(self, request: Request, at: float) -> bool:
+        """Whether P is known to keep the blocks until `at`, on this clock."""
+        until = self._renewer.guaranteed_until(request.key)
+        return until is not None and until >= at
+
+    def _read(self, request: Request, peer: Peer) -> None:
+        try:
+            require_committed(request.reference.blocks, peer.descriptor.num_blocks)
+            pairs = pair_by_index(request.reference.blocks, request.runs)
+        except ProtocolError as error:
+            self._fail(request, FailCode.BAD_BLOCKS, str(error))
+            return
+        request.phase = Phase.RUNNING
+        self._reads.add(request.key)
+        self._actions.append(PostRead(request.key, peer.ref, pairs))
+
+    def _arrived_whole(self, request: Request) -> None:
+        self.counters.count("loaded")
+        held = self._settings.hold_s > 0 and bool(block_ids(request.runs))
+        request.phase, request.runs = Phase.LOADED, ()
+        request.deadline = self._clock.monotonic() + self._settings.hold_s
+        self._actions.append(Loaded(request.request_id))
+        if not held:
+            self._let_go(request)
+
+    @property
+    def _is_pull(self) -> bool:
+        return self._settings.mode == "pull"

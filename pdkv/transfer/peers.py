@@ -1,0 +1,105 @@
+"""Whom an engine knows, and which of a peer's transfers are over for good."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from pdkv.transfer.actions import AddPeer
+from pdkv.transfer.messages import Compatibility, Descriptor, EngineRef
+
+MAX_PEERS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """An engine whose descriptor has been taken."""
+
+    ref: EngineRef
+    descriptor: Descriptor
+
+
+class Peers:
+    """The newest generation of each engine that was met; the ones met longest ago are forgotten first."""
+
+    def __init__(self, max_peers: int = MAX_PEERS) -> None:
+        self._peers: OrderedDict[str, Peer] = OrderedDict()
+        self._max_peers = max_peers
+
+    def get(self, ref: EngineRef) -> Peer | None:
+        """The peer in exactly this generation."""
+        peer = self._peers.get(ref.engine_id)
+        return peer if peer is not None and peer.ref == ref else None
+
+    def learn(self, ref: EngineRef, descriptor: Descriptor) -> AddPeer | None:
+        """Remember a descriptor; what the host has to do where it is new. One of an older generation is ignored."""
+        known = self._peers.get(ref.engine_id)
+        if known is not None and known.ref.generation >= ref.generation:
+            return None
+        self._peers[ref.engine_id] = Peer(ref, descriptor)
+        self._peers.move_to_end(ref.engine_id)
+        while len(self._peers) > self._max_peers:
+            self._peers.popitem(last=False)
+        return AddPeer(ref, descriptor, None if known is None else known.ref)
+
+    def forget(self, engine_id: str) -> None:
+        """Handshake again before the next transfer with it."""
+        self._peers.pop(engine_id, None)
+
+    def clear(self) -> None:
+        """The own agent is a new one: it knows nobody."""
+        self._peers.clear()
+
+
+@dataclass(slots=True)
+class _Used:
+    floor: int = 0
+    over: set[int] = field(default_factory=set)
+
+
+class UsedTransfers:
+    """Transfer ids of each D engine that are over on P. A registration that arrives late or twice finds its id here.
+
+    D frees the destination blocks of a transfer only after P has acknowledged its end, and says with every message
+    which of its ids are still alive. So what P remembers is exact and stays small, whatever the network delays.
+    """
+
+    def __init__(self, max_engines: int = MAX_PEERS, max_ids: int = 65_536) -> None:
+        self._used: OrderedDict[str, _Used] = OrderedDict()
+        self._max_engines = max_engines
+        self._max_ids = max_ids
+
+    def raise_floor(self, engine_id: str, floor: int) -> None:
+        """All ids below `floor` are over."""
+        used = self._of(engine_id)
+        if floor > used.floor:
+            used.floor = floor
+            used.over = {transfer_id for transfer_id in used.over if transfer_id >= floor}
+
+    def mark(self, engine_id: str, transfer_id: int) -> None:
+        """This one is over. A peer that never raises its floor loses its lowest ids, over or not."""
+        used = self._of(engine_id)
+        if transfer_id >= used.floor:
+            used.over.add(transfer_id)
+        if len(used.over) > self._max_ids:
+            self.raise_floor(engine_id, sorted(used.over)[len(used.over) // 2])
+
+    def is_over(self, engine_id: str, transfer_id: int) -> bool:
+        """Whether it must never be started."""
+        used = self._of(engine_id)
+        return transfer_id < used.floor or transfer_id in used.over
+
+    def _of(self, engine_id: str) -> _Used:
+        used = self._used.setdefault(engine_id, _Used())
+        while len(self._used) > self._max_engines:
+            self._used.popitem(last=False)
+        return used
+
+
+def why_incompatible(ours: Compatibility, theirs: Compatibility) -> str | None:
+    """One sentence that names the first difference, or None."""
+    for name in ours.__struct_fields__:
+        wanted, found = getattr(ours, name), getattr(theirs, name)
+        if wanted != found:
+            return f"{name} is {found!r} on the peer and {wanted!r} here; both must be the same to exchange KV."
+    return None
