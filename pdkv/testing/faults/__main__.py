@@ -1,0 +1,50 @@
+"""``python -m pdkv.testing.faults``: random schedules under faults. Exit status 0 only if nothing was wrong."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+from pdkv.testing.faults.soak import Totals, soak
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print, and say by the exit status whether all was well."""
+    parser = argparse.ArgumentParser(prog="python -m pdkv.testing.faults", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=None, help="how long to run (default 1, if no --schedules)")
+    parser.add_argument("--schedules", type=int, default=None, help="how many schedules to run")
+    parser.add_argument("--seed", type=int, default=0, help="which schedules; the same seed gives the same ones")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    options = parser.parse_args(arguments)
+    minutes = options.minutes
+    if minutes is None:
+        minutes = 1.0 if options.schedules is None else float("inf")
+    if minutes <= 0 or options.seed < 0 or (options.schedules is not None and options.schedules < 1):
+        parser.error("--minutes and --schedules must be above 0, and --seed at least 0")
+    begin = time.monotonic()
+    totals = soak(options.seed, seconds=minutes * 60, schedules=options.schedules)
+    seconds = time.monotonic() - begin
+    _print(totals, seconds)
+    if options.json:
+        print(json.dumps(totals.as_dict(seconds)))
+    return 0 if totals.is_good else 1
+
+
+def _print(totals: Totals, seconds: float) -> None:
+    rate = totals.schedules / seconds * 60
+    print(f"{totals.schedules} schedules in {seconds:.1f} s ({rate:.0f} a minute)")
+    print("faults: " + (", ".join(f"{kind} {count}" for kind, count in sorted(totals.faults.items())) or "none"))
+    print("requests: " + (", ".join(f"{how} {count}" for how, count in sorted(totals.requests.items())) or "none"))
+    print(
+        f"wrong tokens {totals.wrong_tokens}, stray writes {totals.stray_writes}, "
+        f"leaked blocks {totals.leaked_blocks}, stuck {totals.stuck}, crashes {totals.crashes}"
+    )
+    for text in totals.shown:
+        print(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
