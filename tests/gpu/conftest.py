@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-# The harness for child processes is that of the integration tests.
-sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
+# These tests are the package `gpu`, so that a file here may be called as one of the integration tests. The harness for
+# child processes is theirs.
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "integration")]
 
 
 def _why_not() -> str | None:
