@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pdkv.errors import ConfigError
+from pdkv.picture import axes_saved_to
 from pdkv.planner.groups import cache_shape
 from pdkv.planner.plan import Plan
 
@@ -32,23 +32,13 @@ def save_plot(plan: Plan, path: str | Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written in that format.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib; install it, or use --json and plot the values") from error
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
     curve = context_curve(plan)
-    axes.plot([tokens for tokens, _ in curve], [nbytes / (1 << 30) for _, nbytes in curve], label="one request")
-    axes.axhline(plan.pool.cache_bytes / (1 << 30), linestyle="--", color="0.4", label="KV cache of a rank")
-    axes.set_xlabel("context length, tokens")
-    axes.set_ylabel("KV on a rank, GiB")
-    axes.set_title(f"{plan.model.name}, KV cache {plan.request.kv_cache_dtype}, tp {plan.request.tensor_parallel}")
-    axes.legend()
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"Cannot write the plot to {path}: {error}") from error
+    with axes_saved_to(path) as axes:
+        axes.plot([tokens for tokens, _ in curve], [nbytes / (1 << 30) for _, nbytes in curve], label="one request")
+        axes.axhline(plan.pool.cache_bytes / (1 << 30), linestyle="--", color="0.4", label="KV cache of a rank")
+        axes.set_xlabel("context length, tokens")
+        axes.set_ylabel("KV on a rank, GiB")
+        axes.set_title(f"{plan.model.name}, KV cache {plan.request.kv_cache_dtype}, tp {plan.request.tensor_parallel}")
 
 
 __all__ = ["context_curve", "save_plot"]

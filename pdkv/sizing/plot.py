@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pdkv.errors import ConfigError
 from pdkv.kvcache.sizing_constants import MIB
+from pdkv.picture import axes_saved_to
 
 
 def save_plot(report: dict[str, Any], path: str | Path) -> None:
@@ -15,30 +15,22 @@ def save_plot(report: dict[str, Any], path: str | Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written in that format.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib; install it, or use --json and plot the values") from error
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
     points = report["points"]
-    for concurrency in sorted({point["concurrency"] for point in points}):
-        line = sorted(
-            (point["prompt_tokens"], point["needed_margin_bytes"] / MIB)
-            for point in points
-            if point["concurrency"] == concurrency
+    with axes_saved_to(path) as axes:
+        for concurrency in sorted({point["concurrency"] for point in points}):
+            line = sorted(
+                (point["prompt_tokens"], point["needed_margin_bytes"] / MIB)
+                for point in points
+                if point["concurrency"] == concurrency
+            )
+            axes.plot(*zip(*line, strict=True), marker="o", label=f"{concurrency} at once")
+        axes.axhline(
+            report["needed_margin_bytes"] / MIB, linestyle=":", color="0.3", label="smallest margin that holds"
         )
-        axes.plot(*zip(*line, strict=True), marker="o", label=f"{concurrency} at once")
-    axes.axhline(report["needed_margin_bytes"] / MIB, linestyle=":", color="0.3", label="smallest margin that holds")
-    axes.axhline(report["default_margin_bytes"] / MIB, linestyle="--", color="0.3", label="margin of the constants")
-    axes.set_xlabel("prompt length, tokens")
-    axes.set_ylabel("needed beyond warmup's peak, MiB")
-    axes.set_title(report["workload"])
-    axes.legend()
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"Cannot write the plot to {path}: {error}") from error
+        axes.axhline(report["default_margin_bytes"] / MIB, linestyle="--", color="0.3", label="margin of the constants")
+        axes.set_xlabel("prompt length, tokens")
+        axes.set_ylabel("needed beyond warmup's peak, MiB")
+        axes.set_title(report["workload"])
 
 
 __all__ = ["save_plot"]
