@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 from urllib.parse import urlsplit
 
+from pdkv.arguments import ArgumentParser
 from pdkv.errors import ConfigError
 from pdkv.harness.engines import EngineOptions, RequestOptions
 from pdkv.harness.prompts import STYLES
@@ -53,21 +53,13 @@ class Options:
     report: Path | None
 
 
-class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one sentence, raised."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see python -m pdkv.harness.gsm8k --help.")
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The options, in the groups of ``--help``."""
-    p = _Parser(
+    p = ArgumentParser(
         prog="python -m pdkv.harness.gsm8k",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     p.add_argument("--data", type=Path, required=True, help="problems in GSM8K's JSON-lines format")
     p.add_argument("--limit", type=int, help="ask the first N problems only")

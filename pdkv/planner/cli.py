@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+from pdkv.arguments import ArgumentParser
 from pdkv.errors import PdkvError
 from pdkv.kvcache.sizing import SizingConstants
 from pdkv.planner.dtypes import KV_CACHE_DTYPES
@@ -18,21 +19,21 @@ from pdkv.planner.report import render
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a plan. Returns 0 if one request fits, 3 if none does, 2 after an error."""
-    options = build_parser().parse_args(arguments)
     try:
+        options = build_parser().parse_args(arguments)
         plan = make_plan(_request(options))
         if options.plot:
             save_plot(plan, options.plot)
     except PdkvError as error:
-        print(f"pdkv.plan: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     print(json.dumps(plan.as_dict(), indent=2) if options.json else render(plan), end="\n" if options.json else "")
     return 0 if plan.pool.fits_one else 3
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> ArgumentParser:
     """All options, in the groups of the documentation."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m pdkv.plan",
         description="What KV cache fits: tokens, requests, link and leases of a prefill/decode deployment.",
         epilog=f"Models: {', '.join(model_names())}. GPUs: {', '.join(gpu_names())}.",

@@ -89,13 +89,17 @@ def test_a_context_that_does_not_fit_exits_3_and_says_what_would_help(capsys: py
         (["--model", "llama-3.1-8b", "--gpu", "h200", "--tp", "3"], "neither divide"),
         (["--model", "llama-3.1-8b", "--gpu", "h200", "--tp", "0"], "tensor_parallel must be at least 1"),
         (["--model", "llama-3.1-8b", "--gpu", "h200", "--sizing-margin-fraction", "-1"], "margin_fraction"),
+        (["--model", "llama-3.1-8b", "--gpu", "h200", "--weights", "many"], "--weights"),
+        (["--model", "llama-3.1-8b", "--gpus", "h200"], "see python -m pdkv.plan --help"),
     ],
 )
 def test_a_wrong_question_exits_2_with_one_sentence(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert main(arguments) == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said
+    assert (said[:7], said.count("\n")) == ("error: ", 1)
 
 
 def test_an_unknown_architecture_exits_2_and_lists_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
