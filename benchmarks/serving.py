@@ -41,7 +41,7 @@ from _stream import Answer, ask, random_prompt
 from pdkv.errors import PdkvError
 from pdkv.harness.model import prepare_model
 
-DEFAULT_MODEL = Path("build/models/SmolLM2-135M-Instruct")
+DEFAULT_MODEL = Path("build/models/smollm2-135m-instruct")
 #: pdkv against stock P/D: at most 3 % slower, and an engine idle below 5 % of a core.
 SLOWER_LIMIT = 1.03
 IDLE_LIMIT = 0.05
