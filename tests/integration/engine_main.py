@@ -103,6 +103,10 @@ class Engine:
         """How many CUDA graphs were captured and how many replayed since the process began."""
         return self.graphs
 
+    def do_pool_blocks(self) -> Any:
+        """Blocks of the scheduler's pool; also of an engine whose workers are other processes."""
+        return self.core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
+
     def do_facts(self) -> Any:
         """What the engine, its cache and its connector say of themselves, and what the kernel says."""
         worker, core = self.worker, self.core
@@ -117,8 +121,8 @@ class Engine:
         }
         if cache is not None:
             facts["cache"] = cache.describe()
-            facts["warmup_blocks"] = worker._warmup_blocks
-            facts["times_s"] = worker._times_s
+            facts["warmup_blocks"] = worker.warmup_blocks
+            facts["times_s"] = worker.times_s
             facts["segments"] = [[s.offset, s.nbytes, s.block_stride] for s in cache.segments]
             facts["extents"] = [[e.address, e.nbytes] for e in cache.extents()]
             bound = {id(view): view for view in worker.model_runner.kv_caches}

@@ -47,6 +47,8 @@ ENGINE_SEAMS = (
     Seam("back the tensors", "vllm.v1.kv_cache_interface", "KVCacheTensor",
          ("size", "layers", "layer_stride", "block_stride", "offset")),
     Seam("capacity", _WORKER, "Worker.determine_available_memory", ()),
+    Seam("capacity", "vllm.v1.worker.utils", "request_memory", ("init_snapshot", "cache_config")),
+    Seam("agreement of ranks", "vllm.distributed.parallel_state", "get_world_group", ()),
     Seam("warm up", _WORKER, "Worker.compile_or_warm_up_model", ()),
     Seam("warm up", _WORKER, "Worker.execute_model", ("scheduler_output",)),
     Seam("warm up", _WORKER, "Worker.sample_tokens", ("grammar_output",)),

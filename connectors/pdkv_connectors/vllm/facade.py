@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from pdkv import kvcache
     from pdkv.kvcache import GrowableKVCache
+    from pdkv_connectors.vllm.growth import GrowableWorker
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -101,6 +104,14 @@ class LateConnector(NixlBaseConnector):
         if self._worker is None:
             raise StateError("the KV connector is not built yet; call build() before register_kv_cache().")
         self._worker.nixl_wrapper = GuardedAgent(self._worker.nixl_wrapper, cache)
+        self._register()
+
+    def finish_fixed(self) -> None:
+        """Build and register over a cache that vLLM allocated whole: all of it has memory, so nothing is guarded."""
+        self.build(self.kv_cache_config, self._views)
+        self._register()
+
+    def _register(self) -> None:
         self._worker.register_kv_caches(self._views)
         self.connector_worker = self._worker
         if self._settings.corrupt_received_kv:
@@ -116,18 +127,21 @@ class LateConnector(NixlBaseConnector):
 
     @property
     def agent(self) -> Any:
-        """The guarded NIXL agent of the stock worker."""
+        """The NIXL agent of the stock worker, guarded where the cache grows."""
         return self._worker.nixl_wrapper
 
     @property
     def registered_ranges(self) -> tuple[tuple[int, int], ...]:
-        """`(address, nbytes)` of what NIXL holds registered now."""
-        return tuple(self.connector_worker.nixl_wrapper.registered) if self.connector_worker is not None else ()
+        """`(address, nbytes)` of what NIXL holds registered now; not known of a fixed cache, which nobody guards."""
+        if self.connector_worker is None or not isinstance(self.connector_worker.nixl_wrapper, GuardedAgent):
+            return ()
+        return tuple(self.connector_worker.nixl_wrapper.registered)
 
     # Until registered, the methods below do nothing: warmup runs real steps through them.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Ignored: these are views over the capacity, most of which has no memory."""
+        """Kept, not registered: where the cache grows, these are views over addresses most of which have no memory."""
+        self._views = kv_caches
 
     def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
         """Ignored: there is no host buffer in front of a growable cache (`kv_buffer_device` is the cache's device)."""
@@ -168,3 +182,18 @@ class LateConnector(NixlBaseConnector):
             for block in self._received.pop(req_id, ()):
                 for view in self._views.values():
                     view[block].zero_()
+
+
+class BuildLate:
+    """The connector factory of `lifecycle.extend`: builds the late half of the connector that vLLM created early."""
+
+    registers_memory = True
+
+    def __init__(self, worker: GrowableWorker, connector: LateConnector) -> None:
+        self._worker = worker
+        self.connector = connector
+
+    def __call__(self, config: kvcache.KVCacheConfig) -> LateConnector:
+        with set_current_vllm_config(self._worker.vllm_config):
+            self.connector.build(self._worker.committed_config, self._worker.committed_views)
+        return self.connector

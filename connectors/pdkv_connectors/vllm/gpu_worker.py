@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import gc
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
+from vllm.multimodal.gpu_ipc_memory import reserve_mm_ipc_gpu_memory
+from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.utils import request_memory
 
 import pdkv
 from pdkv.errors import ConnectorError
-from pdkv.kvcache.sizing import MemoryReading, transient_peak
+from pdkv.kvcache.sizing import MemoryReading, resolve_utilization
+from pdkv.kvcache.torch_allocator import cap_torch_allocator, read_torch, start_warmup_reading
 from pdkv_connectors.nixl import probe
 from pdkv_connectors.vllm import rebind
 from pdkv_connectors.vllm.growth import GrowableWorker
+from pdkv_connectors.vllm.utilization import given_utilization, processes_beside
 
 if TYPE_CHECKING:
     from pdkv.kvcache import GrowableKVCache
@@ -32,11 +37,32 @@ class GrowableGPUWorker(GrowableWorker, Worker):
     platform = "cuda"
 
     def init_device(self) -> None:
-        """`PDKV_ENGINE_MEMORY` in bytes becomes the share of the card by which the stock worker computes."""
-        if self.settings.engine_memory is not None:
-            total = torch.cuda.get_device_properties(self.local_rank).total_memory
-            self.cache_config.gpu_memory_utilization = min(1.0, self.settings.engine_memory / total)
+        """The stock worker's, and after it the share of the card by which pdkv sizes.
+
+        The stock worker refuses a share that is not free now, and the whole card never is: CUDA's context is on it.
+        A growable cache is bounded by what is free, so the stock worker is only asked whether its own share is.
+
+        Raises:
+            ConfigError: no memory utilization was given on a card that other processes use.
+        """
+        index = current_platform.logical_device_id_to_visible_device_id(
+            self.parallel_config.get_local_gpu_index(self.local_rank)
+        )
+        device = torch.cuda.get_device_properties(index)
+        self._utilization = given_utilization(self.cache_config, self.settings, device.total_memory)
+        sized = self._utilization is None and self.cache_config.kv_cache_memory_bytes is None
+        others = processes_beside(str(device.uuid)) if sized else ()
+        share = resolve_utilization(self._utilization, growable=True, other_processes=others, constants=self.constants)
+        self.cache_config.gpu_memory_utilization = min(share, self.constants.fixed_utilization)
         super().init_device()
+        self.cache_config.gpu_memory_utilization = share
+        self.requested_memory = math.ceil(self.init_snapshot.total_memory * share)
+
+    def use_fixed_utilization(self) -> None:
+        """As the stock worker requests memory, with what was given or else the share of a fixed cache."""
+        share = resolve_utilization(self._utilization, growable=False, constants=self.constants)
+        self.cache_config.gpu_memory_utilization = share
+        self.requested_memory = request_memory(self.init_snapshot, self.cache_config)
 
     def open_driver(self) -> MemoryDriver:
         return pdkv.open_driver("cuda", device=self.device.index)
@@ -52,26 +78,31 @@ class GrowableGPUWorker(GrowableWorker, Worker):
     def begin_measuring(self) -> None:
         # Stock warmup takes block ids up to this count (a copy that is private to the worker): keep it on the prefix.
         self.model_runner.kv_cache_config.num_blocks = self._require_cache().num_committed_blocks
-        torch.cuda.synchronize(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
+        start_warmup_reading(self.device)
 
     def read_memory(self, driver: MemoryDriver, committed_bytes: int) -> MemoryReading:
-        torch.cuda.synchronize(self.device)
-        gc.collect()
-        peak = torch.cuda.max_memory_allocated(self.device)
-        resident = torch.cuda.memory_allocated(self.device)
-        # What torch only keeps for later is given back on demand and must not count as used.
-        torch.cuda.empty_cache()
+        reading = read_torch(self.device)
         return MemoryReading(
             init_free_memory=self.init_snapshot.free_memory,
             free_memory=driver.memory_info().free,
             requested_memory=int(self.requested_memory),
-            transient_peak_bytes=transient_peak(
-                profiled_activation_bytes=int(getattr(self, "peak_activation_memory", 0)),
-                warmup_allocated_peak_bytes=peak,
-                resident_allocated_bytes=resident,
-            ),
+            transient_peak_bytes=reading.transient_peak(self.profiled_activation_bytes()),
+            multimodal_ipc_bytes=self.multimodal_ipc_bytes(),
         )
+
+    def profiled_activation_bytes(self) -> int:
+        return int(getattr(self, "peak_activation_memory", 0))
+
+    def multimodal_ipc_bytes(self) -> int:
+        # vLLM's function takes it off a sum, and refuses a sum that does not hold it.
+        sum_bytes = self.init_snapshot.total_memory
+        api_processes = getattr(self.parallel_config, "_api_process_count", 1)
+        left = reserve_mm_ipc_gpu_memory(sum_bytes, self.model_config.multimodal_config, api_processes)
+        return int(sum_bytes - left)
+
+    def cap_allocator(self) -> None:
+        share = cap_torch_allocator(self.device, self.constants)
+        logger.info("pdkv: torch may hold %.4f of the card from now on", share)
 
     def check_bandwidth(self, cache: GrowableKVCache, agent: Any) -> None:
         """Read from registered memory as a peer on this host would, and say loudly if that is emulated.

@@ -4,14 +4,17 @@
 
     engine core                                   worker
     _initialize_kv_caches (stock, wrapped)
-      determine_available_memory            ->    check the seams; answer with the capacity to reserve
+      determine_available_memory            ->    can it grow? then answer with the capacity to reserve
       initialize_from_config                ->    pad, reserve, commit the warmup prefix; stock allocates from it
       compile_or_warm_up_model              ->    real forward on the prefix; then the stock warmup
-    grow_engine
-      pdkv_propose_blocks                   ->    measure what is left
-      minimum over ranks, check against max_model_len
+    agree.grow_engine
+      pdkv_propose_blocks                   ->    measure what is left; the minimum over all ranks
+      check against max_model_len
       pdkv_extend                           ->    commit, one chunk a segment; rebind; only now build the connector
       block count to scheduler and handshake
+
+A model or layout whose cache cannot grow gets a fixed one: the stock worker then does everything as it always does, a
+warning says why, and only the late connector is left to be finished (`pdkv_finish_fixed`).
 """
 
 from __future__ import annotations
@@ -19,15 +22,16 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-import vllm
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.parallel_state import get_world_group
 from vllm.logger import init_logger
 
 from pdkv import lifecycle
 from pdkv.errors import ConnectorError, SeamError, StateError
 from pdkv.kvcache import GrowableKVCache
+from pdkv.kvcache.ranks import minimum_over
 from pdkv.kvcache.sizing import (
     MemoryReading,
     SizingConstants,
@@ -35,11 +39,10 @@ from pdkv.kvcache.sizing import (
     decide_final_blocks,
     require_room_for_one_request,
 )
-from pdkv_connectors.vllm import compat, rebind, warmup
+from pdkv_connectors.vllm import compat, rebind, report, warmup
 from pdkv_connectors.vllm.backing import ServeFromReservation
-from pdkv_connectors.vllm.placement import to_pdkv, with_placements
+from pdkv_connectors.vllm.placement import to_pdkv, why_not_growable, with_placements
 from pdkv_connectors.vllm.settings import EngineSettings
-from pdkv_connectors.vllm.status import write_status
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,49 +50,13 @@ if TYPE_CHECKING:
 
     import torch
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
     from pdkv import kvcache
     from pdkv.memory import MemoryDriver
-    from pdkv_connectors.vllm.facade import LateConnector
+    from pdkv_connectors.vllm.facade import BuildLate
 
 logger = init_logger(f"vllm.{__name__}")
-
-
-def grow_engine(engine_core: Any, vllm_config: VllmConfig, config: KVCacheConfig) -> KVCacheConfig:
-    """After warmup, in the engine core: agree on a block count, extend all ranks, make the engine's pool that large.
-
-    Raises:
-        CapacityError: the count would be too small for one request of `max_model_len` tokens.
-        SeamError: a rank did not end up with the agreed count.
-    """
-    from vllm.v1.core.kv_cache_utils import update_kv_cache_capacity
-
-    blocks = min(engine_core.collective_rpc("pdkv_propose_blocks"))
-    block_size = config.kv_cache_groups[0].kv_cache_spec.block_size
-    require_room_for_one_request(blocks, block_size, vllm_config.model_config.max_model_len)
-    counts = engine_core.collective_rpc("pdkv_extend", args=(blocks,))
-    if set(counts) != {blocks}:
-        raise SeamError(f"the ranks should all have extended to {blocks} blocks, but have {counts}.")
-    config.num_blocks = blocks
-    vllm_config.cache_config.num_gpu_blocks = blocks
-    update_kv_cache_capacity(vllm_config, config)
-    return config
-
-
-class _BuildLate:
-    """The connector factory of `lifecycle.extend`: builds the late half of the connector that vLLM created early."""
-
-    registers_memory = True
-
-    def __init__(self, worker: GrowableWorker, connector: LateConnector) -> None:
-        self._worker = worker
-        self.connector = connector
-
-    def __call__(self, config: kvcache.KVCacheConfig) -> LateConnector:
-        with set_current_vllm_config(self._worker.vllm_config):
-            self.connector.build(self._worker.committed_config, self._worker.committed_views)
-        return self.connector
 
 
 class GrowableWorker:
@@ -115,12 +82,14 @@ class GrowableWorker:
         self.settings = EngineSettings.from_environment()
         self.constants = SizingConstants.from_environment()
         self.cache: GrowableKVCache | None = None
+        self.fixed_because: str | None = None
+        self.reading: MemoryReading | None = None
         self._backing: ServeFromReservation | None = None
         self._first_pass_bytes = 0
-        self._warmup_blocks = 0
+        self.warmup_blocks = 0
         self._extended = False
         self._warming_up = False
-        self._times_s: dict[str, float] = {}
+        self.times_s: dict[str, float] = {}
         self.probe_gb_per_s: float | None = None
         super().__init__(vllm_config, *args, **kwargs)
 
@@ -141,6 +110,20 @@ class GrowableWorker:
         """Called after warmup: what the device has left, and what the engine may take."""
         raise NotImplementedError
 
+    def profiled_activation_bytes(self) -> int:
+        """What the profile run needed beyond what stayed resident; 0 where there is none."""
+        return 0
+
+    def multimodal_ipc_bytes(self) -> int:
+        """What a front end that decodes media on this device takes; kept out of the KV cache."""
+        return 0
+
+    def use_fixed_utilization(self) -> None:
+        """The cache cannot grow: where no memory utilization was given, take the one that suits a fixed cache."""
+
+    def cap_allocator(self) -> None:
+        """Called when the cache has the size that was measured: leave memory to what allocates beside torch."""
+
     def rebind(self, config: KVCacheConfig, views: dict[str, torch.Tensor]) -> None:
         """Put committed views where the model runner and its layers hold capacity views."""
         raise NotImplementedError
@@ -156,10 +139,34 @@ class GrowableWorker:
         Raises:
             CapacityError: the capacity asked for is too small for one request of `max_model_len` tokens.
         """
-        self.constants.log()
+        # Not `constants.log()`: vLLM shows no other logger than its own below warnings.
+        logger.info("pdkv: sizing constants: %s", self.constants.describe())
         self._require_late_connector()
+        specs = self.model_runner.get_kv_cache_spec()
+        self.fixed_because = self._why_fixed(specs)
+        if self.fixed_because is not None:
+            logger.warning("pdkv: the KV cache stays fixed, as without pdkv: %s", self.fixed_because)
+            self.use_fixed_utilization()
+            return int(super().determine_available_memory())  # type: ignore[misc]
+        return self._capacity_bytes(list(specs.values()))
+
+    def _why_fixed(self, specs: dict[str, KVCacheSpec]) -> str | None:
+        """The ranks agree on it: with pipeline parallelism one stage may hold the one layer that cannot grow."""
+        driver = self.open_driver()
+        reason = why_not_growable(self.vllm_config, specs, driver.granule)
+        driver.close()
+        if self.agree_minimum(int(reason is None)):
+            return None
+        return reason or "another rank has layers whose cache cannot grow; its log says which."
+
+    @staticmethod
+    def agree_minimum(value: int) -> int:
+        """The minimum of `value` over all ranks of the engine, over vLLM's CPU group. Every rank calls it."""
+        world = get_world_group()
+        return value if world.world_size == 1 else minimum_over(world.cpu_group)(value)
+
+    def _capacity_bytes(self, specs: list[KVCacheSpec]) -> int:
         self._first_pass_bytes = super().determine_available_memory()  # type: ignore[misc]
-        specs = list(self.model_runner.get_kv_cache_spec().values())
         bytes_per_block = sum(spec.page_size_bytes for spec in specs)
         if self.settings.capacity_blocks is None:
             driver = self.open_driver()
@@ -191,27 +198,30 @@ class GrowableWorker:
         """Reserve the capacity, commit the warmup prefix, and let the stock worker allocate from that.
 
         Raises:
-            ConnectorError: the model's cache cannot grow.
             OutOfMemoryError: not even the warmup prefix fits.
             SeamError: the stock worker did not take its memory from the reservation.
         """
+        if self.fixed_because is not None:
+            super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+            return
         started = time.monotonic()
         driver = self.open_driver()
         self.cache = GrowableKVCache(to_pdkv(kv_cache_config), driver)
         self.cache.commit(self._blocks_for_warmup(self.cache, kv_cache_config))
-        self._warmup_blocks = self.cache.num_committed_blocks
+        self.warmup_blocks = self.cache.num_committed_blocks
         self._backing = ServeFromReservation(self.cache)
         super().initialize_from_config(with_placements(kv_cache_config, self.cache.config))  # type: ignore[misc]
         self._backing.require_served_once()
-        self._times_s["reserve"] = time.monotonic() - started
+        self.times_s["reserve"] = time.monotonic() - started
         logger.info(
             "pdkv: reserved %d blocks (%.2f GiB of addresses), committed %d for warmup",
-            self.cache.capacity_blocks, self.cache.bytes_reserved / 2**30, self._warmup_blocks,
+            self.cache.capacity_blocks, self.cache.bytes_reserved / 2**30, self.warmup_blocks,
         )  # fmt: skip
 
     def _blocks_for_warmup(self, cache: GrowableKVCache, kv_cache_config: KVCacheConfig) -> int:
+        """The same on all ranks: a rank that warms up with fewer leaves the others waiting in a step."""
         if self.settings.warmup_blocks is not None:
-            return min(self.settings.warmup_blocks, cache.capacity_blocks)
+            return self.agree_minimum(min(self.settings.warmup_blocks, cache.capacity_blocks))
         wanted = warmup.blocks_for_full_batch(
             self.scheduler_config.max_num_batched_tokens,
             self.model_config.max_model_len,
@@ -220,8 +230,10 @@ class GrowableWorker:
         limit = committable_blocks(
             cache,
             free_memory=cache.driver.memory_info().free,
+            activation_peak_bytes=self.profiled_activation_bytes(),
             limit_bytes=self.cache_config.kv_cache_memory_bytes or self._first_pass_bytes,
             constants=self.constants,
+            agree_minimum=self.agree_minimum,
         )
         return max(2, min(wanted, limit))
 
@@ -232,10 +244,12 @@ class GrowableWorker:
 
     def compile_or_warm_up_model(self) -> Any:
         """A real forward on the committed prefix, then whatever the stock worker does."""
-        self.begin_measuring()
         started = time.monotonic()
         self._warming_up = True
         try:
+            if self.fixed_because is not None:
+                return super().compile_or_warm_up_model()  # type: ignore[misc]
+            self.begin_measuring()
             if self.real_warmup_first:
                 self._run_warmup()
             times = super().compile_or_warm_up_model()  # type: ignore[misc]
@@ -244,7 +258,7 @@ class GrowableWorker:
             return times
         finally:
             self._warming_up = False
-            self._times_s["warmup"] = time.monotonic() - started
+            self.times_s["warmup"] = time.monotonic() - started
 
     def _run_warmup(self) -> None:
         cache = self._require_cache()
@@ -267,15 +281,26 @@ class GrowableWorker:
 
     # Growth; called by the engine core on every rank.
 
+    def pdkv_can_grow(self) -> bool:
+        """Whether the cache is a growable one."""
+        return self.fixed_because is None
+
+    def pdkv_finish_fixed(self) -> None:
+        """After the warmup of a fixed cache: build the late connector over it."""
+        if has_kv_transfer_group():
+            with set_current_vllm_config(self.vllm_config):
+                get_kv_transfer_group().finish_fixed()
+        self._extended = True
+        report.write_fixed(self)
+
     def pdkv_propose_blocks(self) -> int:
-        """How many blocks this rank has room for, from what warmup really used."""
+        """How many blocks all ranks have room for, from what warmup really used."""
         cache = self._require_cache()
+        self.reading = self.read_memory(cache.driver, cache.physical_bytes)
         final = decide_final_blocks(
-            cache,
-            reading=self.read_memory(cache.driver, cache.physical_bytes),
-            explicit_bytes=self.cache_config.kv_cache_memory_bytes,
-            constants=self.constants,
-        )
+            cache, reading=self.reading, explicit_bytes=self.cache_config.kv_cache_memory_bytes,
+            constants=self.constants, agree_minimum=self.agree_minimum,
+        )  # fmt: skip
         logger.info("pdkv: %s", final.message)
         return min(final.blocks, cache.capacity_blocks)
 
@@ -284,14 +309,23 @@ class GrowableWorker:
         cache = self._require_cache()
         if self._extended:
             raise StateError("the KV cache has been extended already; the engine's block count is fixed by then.")
-        factory = _BuildLate(self, get_kv_transfer_group()) if has_kv_transfer_group() else None
-        report = lifecycle.extend(cache, num_blocks, factory, rebind=self._rebind_committed)
+        factory = self._late_connector_factory()
+        extended = lifecycle.extend(cache, num_blocks, factory, rebind=self._rebind_committed)
         self._extended = True
-        self._times_s.update(report.times_s)
+        self.times_s.update(extended.times_s)
         if factory is not None:
             self.check_bandwidth(cache, factory.connector.agent)
-        self._report(cache, report)
-        return report.blocks
+        if self.cache_config.kv_cache_memory_bytes is None:
+            self.cap_allocator()
+        report.write_growable(self, cache, extended)
+        return extended.blocks
+
+    def _late_connector_factory(self) -> BuildLate | None:
+        if not has_kv_transfer_group():
+            return None
+        from pdkv_connectors.vllm.facade import BuildLate
+
+        return BuildLate(self, get_kv_transfer_group())
 
     def _rebind_committed(self, views: Mapping[str, torch.Tensor], config: kvcache.KVCacheConfig) -> None:
         """As `views`, but by vLLM's own functions, which know kernel blocks and shared layers."""
@@ -300,19 +334,6 @@ class GrowableWorker:
         self.committed_views = rebind.committed_views(self.model_runner, cache, self.committed_config)
         self.rebind(self.committed_config, self.committed_views)
         self.cache_config.num_gpu_blocks = config.num_blocks
-
-    def _report(self, cache: GrowableKVCache, report: lifecycle.ExtendReport) -> None:
-        status = {
-            **cache.describe(),
-            "warmup_blocks": self._warmup_blocks,
-            "final_blocks": report.blocks,
-            "connector_created_after_extend": report.connector_created_after_extend,
-            "times_s": self._times_s,
-            "probe_gb_per_s": self.probe_gb_per_s,
-            "vllm_version": vllm.__version__,
-        }
-        write_status(self.settings.status_dir, f"worker-rank{self.rank}", status)
-        logger.info("pdkv: extended; %s", status)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """The stock step, refused while the cache is smaller than the engine believes."""

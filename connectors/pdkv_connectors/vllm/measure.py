@@ -7,14 +7,13 @@ of the cache are memfds, which the kernel counts as shared), and only the bound 
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
 from pdkv.kvcache.sizing import MemoryReading
+from pdkv.memory.process import ProcessMemory, process_memory
+from pdkv.memory.process import reset_peak as reset_peak_of
 
 if TYPE_CHECKING:
     from pdkv.memory import MemoryInfo
@@ -22,29 +21,10 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessMemory:
-    """Of one process, in bytes: resident memory without shared memory, all resident memory, and its highest value."""
-
-    private: int
-    resident: int
-    peak: int
-
-
-def process_memory(status: str | None = None) -> ProcessMemory:
-    """Read ``/proc/self/status`` (or `status`, its text). Source of the field names: proc_pid_status(5)."""
-    text = Path("/proc/self/status").read_text() if status is None else status
-    fields = {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
-    return ProcessMemory(private=fields["RssAnon"] + fields["RssFile"], resident=fields["VmRSS"], peak=fields["VmHWM"])
-
-
 def reset_peak() -> bool:
-    """Set the peak resident memory of this process back to its present value; false where the kernel does not allow it.
-
-    Source: proc_pid_clear_refs(5), value 5, since Linux 4.0.
-    """
+    """Set this process's peak resident memory back to its present value; false where the kernel refuses."""
     try:
-        Path("/proc/self/clear_refs").write_text("5")
+        reset_peak_of()
     except OSError as error:
         logger.warning("cannot reset the peak of resident memory (%s): start-up's peak counts as warmup's", error)
         return False
@@ -63,3 +43,6 @@ def host_reading(process: ProcessMemory, machine: MemoryInfo, committed_bytes: i
         requested_memory=requested,
         transient_peak_bytes=max(0, process.peak - process.resident),
     )
+
+
+__all__ = ["ProcessMemory", "host_reading", "process_memory", "reset_peak"]

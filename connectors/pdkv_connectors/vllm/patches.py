@@ -57,7 +57,7 @@ def install_block_count() -> None:
         config = stock(self, vllm_config)
         if not is_growable(vllm_config):
             return config
-        from pdkv_connectors.vllm.growth import grow_engine
+        from pdkv_connectors.vllm.agree import grow_engine
 
         return grow_engine(self, vllm_config, config)
 

@@ -12,10 +12,16 @@ from typing import TYPE_CHECKING
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, KVCacheTensor, UniformTypeKVCacheSpecs
 
 from pdkv import kvcache
-from pdkv.errors import ConnectorError
+from pdkv.errors import ConnectorError, LayoutError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+#: Blocks of the config by which growth is tried out: enough that strides between layers and between blocks differ.
+_TRIAL_BLOCKS = 64
 
 
 def layer_specs(config: KVCacheConfig) -> dict[str, KVCacheSpec]:
@@ -29,6 +35,36 @@ def layer_specs(config: KVCacheConfig) -> dict[str, KVCacheSpec]:
     return specs
 
 
+def why_not_growable(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec], granule: int) -> str | None:
+    """Why the cache of these layers has to stay fixed; None where it can grow.
+
+    Tried out on a small config, made by the functions with which the engine core is going to make the real one.
+    """
+    planned = _plan(vllm_config, dict(specs))
+    planned.kv_cache_layout = vllm_config.cache_config.kv_cache_layout
+    try:
+        config = to_pdkv(planned).padded(granule)
+        config.require_growable(1)
+    except (ConnectorError, LayoutError) as error:
+        return str(error)
+    return None
+
+
+def _plan(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> KVCacheConfig:
+    """vLLM's own placements of `_TRIAL_BLOCKS` blocks. May change `specs`, as vLLM does where it unifies them."""
+    try:
+        from vllm.v1.core.kv_cache_config_builder import get_kv_cache_config_builder
+    except ImportError:  # 0.32
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+
+        groups = get_kv_cache_groups(vllm_config, specs)
+        block_bytes = sum(spec.page_size_bytes for spec in specs.values())
+        return get_kv_cache_config_from_groups(vllm_config, groups, _TRIAL_BLOCKS * block_bytes)
+    builder = get_kv_cache_config_builder(vllm_config)
+    groups = builder.get_kv_cache_groups(vllm_config, specs)
+    return builder.get_kv_cache_config_from_groups(vllm_config, groups, num_blocks=_TRIAL_BLOCKS)
+
+
 def to_pdkv(config: KVCacheConfig) -> kvcache.KVCacheConfig:
     """pdkv's form of a config that the engine core has resolved.
 
@@ -39,7 +75,7 @@ def to_pdkv(config: KVCacheConfig) -> kvcache.KVCacheConfig:
     if len(config.kv_cache_groups) != 1:
         raise ConnectorError(
             f"this model has {len(config.kv_cache_groups)} KV cache groups (a hybrid of several kinds of layer), whose "
-            "cache cannot grow yet; start it with vLLM's own worker class and connector."
+            "cache cannot grow yet."
         )
     specs = layer_specs(config)
     layout = kvcache.KVCacheLayout[config.kv_cache_layout or "LBNHC"]
@@ -63,10 +99,7 @@ def to_pdkv(config: KVCacheConfig) -> kvcache.KVCacheConfig:
 
 def _page_spec(layer: str, spec: KVCacheSpec) -> kvcache.PageSpec:
     if not isinstance(spec, AttentionSpec):
-        raise ConnectorError(
-            f"layer {layer!r} has a KV cache of kind {type(spec).__name__}, which cannot grow yet; start this model "
-            "with vLLM's own worker class and connector."
-        )
+        raise ConnectorError(f"layer {layer!r} has a KV cache of kind {type(spec).__name__}, which cannot grow yet.")
     return kvcache.PageSpec(
         num_heads=spec.num_heads,
         num_states=spec.num_states,

@@ -2,15 +2,17 @@
 
 The launcher sets these variables; a plain vLLM start may set them too. All are optional.
 
-======================  =====================================================================================
-``PDKV_CAPACITY_BLOCKS``  blocks to reserve address space for (default: all the device's memory)
-``PDKV_WARMUP_BLOCKS``    blocks to commit for warmup (default: what a full batch of tokens needs)
-``PDKV_ENGINE_MEMORY``    bytes that the engine may use in all: weights, activations and KV cache
-                          (default: vLLM's ``--gpu-memory-utilization`` share of the device)
-``PDKV_GRANULE``          bytes per granule of the host driver (default: 2 MiB)
-``PDKV_STATUS_DIR``       folder for the status files (default: none are written)
-``PDKV_PROBE``            0 skips the bandwidth probe at start-up on CUDA (default: 1)
-======================  =====================================================================================
+===========================  ================================================================================
+``PDKV_CAPACITY_BLOCKS``     blocks to reserve address space for (default: all the device's memory)
+``PDKV_WARMUP_BLOCKS``       blocks to commit for warmup (default: what a full batch of tokens needs)
+``PDKV_ENGINE_MEMORY``       bytes that the engine may use in all: weights, activations and KV cache
+                             (default: the memory utilization's share of the device)
+``PDKV_MEMORY_UTILIZATION``  on CUDA, the share of the card that the engine may use; needed only to ask for
+                             vLLM's default of ``--gpu-memory-utilization``, which counts as not given
+``PDKV_GRANULE``             bytes per granule of the host driver (default: 2 MiB)
+``PDKV_STATUS_DIR``          folder for the status files (default: none are written)
+``PDKV_PROBE``               0 skips the bandwidth probe at start-up on CUDA (default: 1)
+===========================  ================================================================================
 
 ``PDKV_CORRUPT_RECEIVED_KV=1`` is a negative control for correctness harnesses: the decode engine zeroes each block that
 it has received. It is announced loudly in the log.
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdkv.errors import ConfigError
+from pdkv.kvcache.sizing_constants import check_utilization
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,7 @@ class EngineSettings:
     capacity_blocks: int | None = None
     warmup_blocks: int | None = None
     engine_memory: int | None = None
+    memory_utilization: float | None = None
     granule: int | None = None
     status_dir: Path | None = None
     probe: bool = True
@@ -50,6 +54,7 @@ class EngineSettings:
             capacity_blocks=_positive(environment, "PDKV_CAPACITY_BLOCKS"),
             warmup_blocks=_positive(environment, "PDKV_WARMUP_BLOCKS"),
             engine_memory=_positive(environment, "PDKV_ENGINE_MEMORY"),
+            memory_utilization=_share(environment, "PDKV_MEMORY_UTILIZATION"),
             granule=_positive(environment, "PDKV_GRANULE"),
             status_dir=Path(status_dir) if status_dir else None,
             probe=_switch(environment, "PDKV_PROBE", default=True),
@@ -62,6 +67,18 @@ def _switch(environment: Mapping[str, str], name: str, *, default: bool) -> bool
     if text not in ("0", "1"):
         raise ConfigError(f"{name} must be 0 or 1, found {text!r}; correct it or unset it.")
     return text == "1"
+
+
+def _share(environment: Mapping[str, str], name: str) -> float | None:
+    text = environment.get(name)
+    if not text:
+        return None
+    try:
+        return check_utilization(float(text), name)
+    except ValueError:  # no number, or out of range
+        raise ConfigError(
+            f"{name} must be a number above 0 and at most 1, found {text!r}; correct or unset it."
+        ) from None
 
 
 def _positive(environment: Mapping[str, str], name: str) -> int | None:

@@ -1,0 +1,72 @@
+"""What a worker says of its KV cache once its size is final: one status file a rank, and a line in the log."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.distributed.kv_transfer import has_kv_transfer_group
+from vllm.logger import init_logger
+
+from pdkv_connectors.vllm.status import write_status
+
+if TYPE_CHECKING:
+    from pdkv.kvcache import GrowableKVCache
+    from pdkv.lifecycle import ExtendReport
+    from pdkv_connectors.vllm.growth import GrowableWorker
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+def write_growable(worker: GrowableWorker, cache: GrowableKVCache, extended: ExtendReport) -> None:
+    """Of a cache that has been extended."""
+    _write(
+        worker,
+        "extended",
+        {
+            **cache.describe(),
+            "growable": True,
+            "fixed_because": None,
+            "warmup_blocks": worker.warmup_blocks,
+            "final_blocks": extended.blocks,
+            "connector_created_after_extend": extended.connector_created_after_extend,
+        },
+    )
+
+
+def write_fixed(worker: GrowableWorker) -> None:
+    """Of a cache that the stock worker allocated whole: reserved, warmed up with and committed are the same."""
+    config = worker.model_runner.kv_cache_config
+    nbytes = max((tensor.offset + tensor.size for tensor in config.kv_cache_tensors), default=0)
+    counts = dict.fromkeys(("capacity_blocks", "warmup_blocks", "final_blocks", "committed_blocks"), config.num_blocks)
+    _write(
+        worker,
+        "fixed",
+        {
+            **counts,
+            "growable": False,
+            "fixed_because": worker.fixed_because,
+            "bytes_reserved": nbytes,
+            "bytes_committed": nbytes,
+            "segments": 1,
+            "chunks_per_segment": 1,
+            "generation": 0,
+            "connector_created_after_extend": has_kv_transfer_group(),
+        },
+    )
+
+
+def _write(worker: GrowableWorker, event: str, facts: dict[str, Any]) -> None:
+    config = worker.model_runner.kv_cache_config
+    status = {
+        **facts,
+        "reading": None if worker.reading is None else asdict(worker.reading),
+        "warmup_bytes": None if worker.cache is None else worker.cache.physical_bytes_for(worker.warmup_blocks),
+        "block_size": config.kv_cache_groups[0].kv_cache_spec.block_size,
+        "times_s": worker.times_s,
+        "probe_gb_per_s": worker.probe_gb_per_s,
+        "vllm_version": vllm.__version__,
+    }
+    write_status(worker.settings.status_dir, f"worker-rank{worker.rank}", status)
+    logger.info("pdkv: %s; %s", event, status)
