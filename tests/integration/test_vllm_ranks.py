@@ -1,0 +1,76 @@
+"""Tensor parallelism on the CPU: two ranks, one with less memory, and prefill with another number of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine import GROWABLE, EngineProcess, nixl_connector
+from tiny_llama import VOCABULARY, make_tiny_llama
+
+pytestmark = pytest.mark.vllm
+
+BALLAST_BYTES = 512 << 20
+_random = random.Random(17)
+PROMPTS = [[_random.randrange(10, VOCABULARY) for _ in range(length)] for length in (20, 64, 130, 300)]
+OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 32 << 20}
+TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def workers(status: Path) -> list[dict[str, Any]]:
+    return [json.loads((status / f"worker-rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_both_ranks_commit_what_the_poorer_one_has_room_for(tiny: Path, tmp_path: Path) -> None:
+    blocks = {}
+    for name, ballast in (("even", 0), ("uneven", BALLAST_BYTES)):
+        environment = {
+            **ENVIRONMENT,
+            "PDKV_STATUS_DIR": str(tmp_path / name),
+            "PDKV_TEST_BALLAST": f"1:{ballast}",
+            "PDKV_ENGINE_MEMORY": str(3 << 30),
+            "PDKV_CAPACITY_BLOCKS": "50000",
+        }
+        options = {**OPTIONS, **TWO_RANKS, "kv_cache_memory_bytes": None}
+        options["worker_cls"] = "ballast_workers.BallastCPUWorker"
+        with EngineProcess(tiny, tmp_path / f"{name}.log", environment, **options) as engine:
+            assert len(engine.generate(PROMPTS, 4)) == len(PROMPTS)
+            blocks[name] = engine.ask("pool_blocks")
+        said = workers(tmp_path / name)
+        assert [rank["final_blocks"] for rank in said] == [blocks[name]] * 2
+        assert said[0]["warmup_blocks"] == said[1]["warmup_blocks"]
+    block_bytes = said[0]["bytes_committed"] / said[0]["final_blocks"]
+    assert blocks["even"] - blocks["uneven"] == pytest.approx(BALLAST_BYTES / block_bytes, rel=0.2)
+    assert f"Another rank has room for {blocks['uneven']} blocks only" in (tmp_path / "uneven.log").read_text()
+
+
+def test_prefill_with_one_rank_feeds_decode_with_two(tiny: Path, tmp_path: Path) -> None:
+    with EngineProcess(tiny, tmp_path / "stock.log", **OPTIONS, **TWO_RANKS) as stock:
+        expected = [answer["tokens"] for answer in stock.generate(PROMPTS)]
+    decode_options = {**OPTIONS, **TWO_RANKS, **GROWABLE, **nixl_connector("kv_consumer")}
+    with (
+        EngineProcess(tiny, tmp_path / "p.log", **OPTIONS, **GROWABLE, **nixl_connector("kv_producer")) as prefill,
+        EngineProcess(tiny, tmp_path / "d.log", {"PDKV_STATUS_DIR": str(tmp_path / "d")}, **decode_options) as decode,
+    ):
+        ask = {"do_remote_decode": True, "do_remote_prefill": False}
+        answers = prefill.generate(PROMPTS, 1, [ask] * len(PROMPTS))
+        found = decode.generate(PROMPTS, 16, [answer["transfer"] for answer in answers])
+        prefill_blocks = prefill.ask("pool_blocks")
+    assert [answer["tokens"] for answer in found] == expected
+    counts = json.loads((tmp_path / "d" / "scheduler.json").read_text())
+    assert counts["remote_prefill_hits"] == len(PROMPTS)
+    assert counts["recomputed_tokens"] == counts["failed_loads"] == 0
+    for rank in workers(tmp_path / "d"):
+        assert rank["chunks_per_segment"] == 1
+        assert rank["connector_created_after_extend"]
+        assert rank["final_blocks"] != prefill_blocks
