@@ -135,14 +135,22 @@ def test_one_chunk_registered_whole_moves_right(table: list[dict[str, Any]]) -> 
     assert {row["outcome"] for row in rows} == {"right"}
 
 
+class Refuser:
+    """In the place of a NIXL agent that must not be asked."""
+
+    def register_memory(self, *_: Any) -> None:
+        pytest.fail("the range has reached NIXL")
+
+
 def test_a_registration_over_a_border_is_refused_before_nixl_sees_it(make_cache: Callable[..., Any]) -> None:
     from pdkv.errors import ExtentError
+    from pdkv_connectors.vllm.guard import GuardedAgent
 
     cache = make_cache(layers=1, num_blocks=BLOCKS)
     cache.commit(BLOCKS // 2)
     cache.commit(BLOCKS)
-    with pytest.raises(ExtentError):
-        cache.check_range(cache.address, NBYTES)
+    with pytest.raises(ExtentError, match="crosses"):
+        GuardedAgent(Refuser(), cache).register_memory([(cache.address, NBYTES, 0, "")])
     assert [extent.nbytes for extent in cache.extents()] == [NBYTES // 2] * 2
 
 
