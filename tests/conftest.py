@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
+
+# A busy machine must not fail a test: behaviour is tested here, not speed.
+settings.register_profile("pdkv", deadline=None)
+settings.load_profile("pdkv")
 
 NEEDS = ("cpu", "nixl", "vllm", "gpu")
 

@@ -6,15 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
-from hypothesis import settings
 from kvcache_strategies import GRANULE
 
 from pdkv.kvcache import AttentionSpec, GrowableKVCache, KVCacheConfig, KVCacheLayout
 from pdkv.memory import HostDriver, MemoryDriver
-
-# A busy machine must not fail a test: behaviour is tested here, not speed.
-settings.register_profile("kvcache", deadline=None)
-settings.load_profile("kvcache")
 
 
 @pytest.fixture
