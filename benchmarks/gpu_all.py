@@ -75,6 +75,7 @@ STEPS = (
     # Six at a time: engines spend most of their start importing. The last needs the card for itself.
     tests("vllm-pd", "test_vllm_pd.py", 240, "-k", "not leaves_free", "-n", "6"),
     tests("vllm-left-free", "test_vllm_pd.py", 180, "-k", "leaves_free"),
+    tests("vllm-sizing", "test_vllm_sizing.py", 420),
 )
 
 

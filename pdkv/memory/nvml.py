@@ -43,7 +43,7 @@ def _others(nvml: Any, handle: Any) -> tuple[str, ...]:
     found = {
         process.pid: process.usedGpuMemory or 0
         for list_processes in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses)
-        for process in list_processes(handle)
+        for process in _listed(nvml, list_processes, handle)
     }
     own = found.pop(os.getpid(), None)
     others = [f"process {pid} with {nbytes // _MIB} MiB" for pid, nbytes in sorted(found.items())]
@@ -51,6 +51,14 @@ def _others(nvml: Any, handle: Any) -> tuple[str, ...]:
     if not others and own is None and used > _HIDDEN_USE_BYTES:
         others.append(f"one that is not visible from here, with {used // _MIB} MiB")
     return tuple(others)
+
+
+def _listed(nvml: Any, list_processes: Any, handle: Any) -> list[Any]:
+    """Nobody where NVML may not list processes, as in some sandboxes; their memory is seen all the same."""
+    try:
+        return list(list_processes(handle))
+    except nvml.NVMLError:
+        return []
 
 
 def _import_nvml() -> Any:

@@ -22,8 +22,9 @@ class StandIn:
     nvmlMemory_v2 = 2
     NVMLError = type("NVMLError", (Exception,), {})
 
-    def __init__(self, processes: dict[int, int | None] | None = None, used: int = 0) -> None:
+    def __init__(self, processes: dict[int, int | None] | None = None, used: int = 0, may_list: bool = True) -> None:
         self.processes = processes or {}
+        self.may_list = may_list
         self.used = used
         self.asked: list[str] = []
         self.initialised = 0
@@ -41,6 +42,8 @@ class StandIn:
         return uuid
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[Any]:
+        if not self.may_list:
+            raise self.NVMLError("Insufficient Permissions")
         return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in self.processes.items()]
 
     def nvmlDeviceGetGraphicsRunningProcesses(self, handle: str) -> list[Any]:
@@ -60,6 +63,11 @@ def test_other_processes_are_named_with_their_memory_and_this_one_is_not() -> No
 def test_memory_that_no_visible_process_holds_means_somebody_hidden() -> None:
     assert other_processes("ab", StandIn(used=5 * MIB)) == ()
     assert other_processes("ab", StandIn(used=700 * MIB)) == ("one that is not visible from here, with 700 MiB",)
+
+
+def test_where_processes_may_not_be_listed_their_memory_still_shows() -> None:
+    nvml = StandIn({7: 2048 * MIB}, used=2100 * MIB, may_list=False)
+    assert other_processes("ab", nvml) == ("one that is not visible from here, with 2100 MiB",)
 
 
 def test_a_device_that_nvml_does_not_know_is_said_and_nvml_is_left() -> None:
