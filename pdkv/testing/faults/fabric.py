@@ -18,7 +18,6 @@ from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.messages import TransferKey
 
 LATENCY_S = 0.001
-BLOCK_S = 0.002  # per block moved
 
 
 class Node(Protocol):
@@ -32,9 +31,10 @@ class Node(Protocol):
 
 
 class Fabric:
-    """Connects two nodes and injects the faults of a plan."""
+    """Connects two nodes and injects the faults of a plan. A transfer takes `block_s` seconds for each block."""
 
-    def __init__(self, wheel: Wheel, faults: tuple[Fault, ...]) -> None:
+    def __init__(self, wheel: Wheel, faults: tuple[Fault, ...], block_s: float) -> None:
+        self.block_s = block_s
         self.injected: Counter[str] = Counter()
         self.stray_writes = 0
         self.owners: dict[TransferKey, str] = {}  # of the destination blocks of each registration
@@ -145,9 +145,9 @@ class Transfer:
         if not ok:
             moved = self._pairs[: len(self._pairs) // 2]
         for index, pair in enumerate(moved):
-            wheel.after(begin_s + index * BLOCK_S, lambda pair=pair: self._move(pair))  # type: ignore[misc]
+            wheel.after(begin_s + index * self._fabric.block_s, lambda pair=pair: self._move(pair))  # type: ignore[misc]
         if reports:
-            wheel.after(begin_s + len(moved) * BLOCK_S, lambda: self._end(ok))
+            wheel.after(begin_s + len(moved) * self._fabric.block_s, lambda: self._end(ok))
 
     def _same_agents(self) -> bool:
         initiator, remote = self._initiator, self._remote

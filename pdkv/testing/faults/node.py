@@ -103,7 +103,7 @@ class SimNode:
                 self._peer_agents[action.peer.engine_id] = int(action.descriptor.metadata)
             case RebuildAgent():
                 self._fabric.injected["agent_rebuilt"] += 1
-                self.after(REBUILD_S, self._rebuild)
+                self.after(REBUILD_S, self.rebuild)
             case FreeBlocks():
                 self.freed(action)
             case _:
@@ -121,7 +121,8 @@ class SimNode:
     def rebuilt(self, generation: int, descriptor: Descriptor) -> None:
         raise NotImplementedError
 
-    def _rebuild(self) -> None:
+    def rebuild(self) -> None:
+        """A new agent takes the place of the old one, and with it go all transfers of the old."""
         self.memory.agent = self._fabric.new_agent()
         self.me = EngineRef(self.me.engine_id, self.me.generation + 1)
         self._peer_agents.clear()

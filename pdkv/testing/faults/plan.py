@@ -30,7 +30,9 @@ class FaultKind(StrEnum):
     STOP_DECODE = "stop_decode"
     KILL_DECODE = "kill_decode"
     SLEEP_PREFILL = "sleep_prefill"  # at `at` it goes to sleep, for `amount` seconds, if nothing holds it
-    ABORT_PREFILL = "abort_prefill"  # at `at` prefill wants all blocks under a lease back
+    ABORT_PREFILL = "abort_prefill"  # at `at` prefill wants all blocks back, and gives up what it computes
+    REBUILD_PREFILL = "rebuild_prefill"  # at `at` its agent is rebuilt for reasons of its own, transfers or not
+    REBUILD_DECODE = "rebuild_decode"
 
 
 MESSAGE_FAULTS = (FaultKind.DROP, FaultKind.DELAY, FaultKind.DUPLICATE)
@@ -84,9 +86,11 @@ class RequestPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One schedule. `prefill_blocks` and `decode_blocks` count the null block too; `clock_offset_s` is between the two.
+    """One schedule.
 
-    `observer_raises`: whoever is told of counts raises each time.
+    `prefill_blocks` and `decode_blocks` count the null block too; `clock_offset_s` is between the two.
+
+    `block_s` is the time that a transfer takes for each block. `observer_raises`: whoever is told of counts raises.
     """
 
     requests: tuple[RequestPlan, ...]
@@ -98,6 +102,7 @@ class Plan:
     hold_s: float = 0.0
     capacity: int = 64
     clock_offset_s: float = 0.0
+    block_s: float = 0.002
     observer_raises: bool = False
 
 
@@ -116,6 +121,7 @@ def random_plan(seed: int) -> Plan:
         hold_s=random.choice((0.0, 0.0, 3.0, 30.0)),
         capacity=random.choice((2, 4, 64)),
         clock_offset_s=random.choice((0.0, 1e6, -1e3)),
+        block_s=random.choice((0.002, 0.002, 0.3, 5.0)),
         observer_raises=random.random() < 0.1,
     )
 

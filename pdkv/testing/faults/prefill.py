@@ -40,17 +40,26 @@ class SimPrefill(SimNode):
         self.endpoint = kind(clock, self.me, self.descriptor(), counters=counters)
         self._finished = finished
         self._queue: list[tuple[str, RequestPlan]] = []
-        self._computing = 0
+        self._computing: dict[str, list[int]] = {}
 
     def start(self, request_id: str, plan: RequestPlan) -> None:
         """Compute the prompt as soon as there are blocks for it."""
         self._queue.append((request_id, plan))
         self._schedule()
 
-    def abort_leases(self) -> None:
-        """Wants every block back."""
+    def abort_all(self) -> None:
+        """Wants every block back, and computes no further."""
         for request_id in self.endpoint.holders():
             self.endpoint.prefill_aborted(request_id, "prefill needs its blocks")
+        for request_id, blocks in self._computing.items():
+            self.memory.free(blocks, request_id)
+            self.endpoint.prefill_aborted(request_id, "prefill was aborted")
+        self._computing.clear()
+        self._schedule()
+
+    def rebuild(self) -> None:
+        if not self.endpoint.asleep:  # there is no agent then
+            super().rebuild()
 
     def sleep(self, for_s: float) -> None:
         """Destroy the agent, which is the fence, and let go of the memory; come back with another generation."""
@@ -78,17 +87,19 @@ class SimPrefill(SimNode):
             if blocks is None:
                 return
             del self._queue[0]
-            self._computing += 1
+            self._computing[request_id] = blocks
             for chunk in range(plan.chunks):
                 at_s = plan.prefill_s * (chunk + 1) / plan.chunks
                 self.after(at_s, lambda r=request_id, p=plan, b=blocks, c=chunk: self._compute(r, p, b, c))  # type: ignore[misc]
 
     def _compute(self, request_id: str, plan: RequestPlan, blocks: list[int], chunk: int) -> None:
         """Write the KV of one prefill chunk; after the last one hand over."""
+        if request_id not in self._computing:
+            return
         for index in range(len(blocks) * chunk // plan.chunks, len(blocks) * (chunk + 1) // plan.chunks):
             self.memory.write(blocks[index], true_kv(request_id, index))
         if chunk + 1 == plan.chunks:
-            self._computing -= 1
+            del self._computing[request_id]
             self._finished(
                 request_id, self.endpoint.prefilled(request_id, (BlockRun(0, tuple(blocks)),), plan.num_tokens)
             )

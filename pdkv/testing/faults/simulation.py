@@ -69,7 +69,7 @@ class Simulation:
         self._plan = plan
         self._parts = parts or Parts()
         self._wheel = Wheel()
-        self._fabric = Fabric(self._wheel, plan.faults)
+        self._fabric = Fabric(self._wheel, plan.faults, plan.block_s)
         self._counters = Counters(_raise if plan.observer_raises else None)
         self._unanswered: set[str] = set()
         self._at_decode: set[str] = set()
@@ -175,7 +175,11 @@ class Simulation:
                 self.decode.alive = False
             case FaultKind.ABORT_PREFILL:
                 prefill = self.prefill
-                prefill.when_running(prefill.abort_leases)
+                prefill.when_running(prefill.abort_all)
+            case FaultKind.REBUILD_PREFILL:
+                self.prefill.when_running(self.prefill.rebuild)
+            case FaultKind.REBUILD_DECODE:
+                self.decode.when_running(self.decode.rebuild)
             case FaultKind.SLEEP_PREFILL:
                 prefill = self.prefill
                 prefill.when_running(lambda: prefill.sleep(fault.amount))
@@ -193,6 +197,8 @@ _PROCESS_FAULTS = (
     FaultKind.KILL_DECODE,
     FaultKind.ABORT_PREFILL,
     FaultKind.SLEEP_PREFILL,
+    FaultKind.REBUILD_PREFILL,
+    FaultKind.REBUILD_DECODE,
 )
 
 

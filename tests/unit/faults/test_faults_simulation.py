@@ -160,6 +160,34 @@ def test_I10_prefill_sleeps_and_wakes_between_requests(mode: str) -> None:
 
 
 @MODES
+@pytest.mark.parametrize("kind", [FaultKind.REBUILD_DECODE, FaultKind.REBUILD_PREFILL])
+def test_I11_an_agent_that_is_rebuilt_under_running_transfers(mode: str, kind: FaultKind) -> None:
+    plan = Plan(
+        requests=(RequestPlan(), RequestPlan(start_s=0.5), RequestPlan(start_s=60.0)),
+        mode=mode,  # type: ignore[arg-type]
+        block_s=2.0,
+        faults=(Fault(kind, 30),),
+    )
+    outcome = run(plan)
+    assert outcome.is_good, outcome
+    completed = 3 if kind is FaultKind.REBUILD_DECODE else 1  # prefill's leases name a generation that is gone
+    assert outcome.ended["completed"] == completed
+    assert outcome.ended.total() == 3
+
+
+def test_prefill_is_aborted_while_decode_has_registered_early() -> None:
+    plan = Plan(
+        requests=(RequestPlan(prefill_s=8.0, early=True), RequestPlan(start_s=10.0)),
+        mode="push",
+        faults=(Fault(FaultKind.ABORT_PREFILL, 40),),
+    )
+    outcome = run(plan)
+    assert outcome.is_good, outcome
+    assert outcome.ended == {"failed": 1, "completed": 1}
+    assert outcome.counts["failed_prefill_aborted"] == 2  # once on each side
+
+
+@MODES
 def test_a_registered_region_whose_transfers_fail_costs_only_the_requests_in_it(mode: str) -> None:
     plan = Plan(
         requests=tuple(RequestPlan(start_s=number * 0.1, steps=5) for number in range(6)),
