@@ -13,6 +13,8 @@ from pdkv.memory.driver import MemoryInfo
 # report an error; so this much of a cgroup is never called free.
 _CGROUP_OVERHEAD_DIVISOR = 128
 _CGROUP_HEADROOM_NBYTES = 16 << 20
+# Version 1 has no word for "no limit": it says the largest whole number of pages, 2^63 - 4096 where pages have 4 KiB.
+_CGROUP_V1_NO_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,10 @@ def memory_info(proc: Path = Path("/proc")) -> MemoryInfo:
     free, total = meminfo["MemAvailable"], meminfo["MemTotal"]
     for folder, names in _cgroup_folders(proc):
         limit = _number(folder / names.limit)
+        if limit is None or limit >= _CGROUP_V1_NO_LIMIT:
+            continue
         used = _number(folder / names.usage)
-        if limit is None or used is None:
+        if used is None:
             continue
         # Page cache that nobody uses counts as usage, but the kernel takes it back before it fails an allocation.
         room = limit - used + _statistic(folder / "memory.stat", names.inactive_file)

@@ -107,12 +107,12 @@ Reservation(driver, granule).close()
     _check_said(run_python(program), "DriverError", "ulimit -v")
 
 
-LIMIT = 512 << 20
+LIMIT = 256 << 20
 
 
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
-    """A fresh memory cgroup with a limit of 512 MiB; the file to write a process id into."""
+    """A fresh memory cgroup with a limit of 256 MiB; the file to write a process id into."""
     top = Path("/sys/fs/cgroup")
     version_2 = (top / "cgroup.subtree_control").exists() and "memory" in (top / "cgroup.subtree_control").read_text()
     folder = (top if version_2 else top / "memory") / f"pdkv-test-{os.getpid()}"
