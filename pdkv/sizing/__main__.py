@@ -43,6 +43,9 @@ def build_parser() -> ArgumentParser:
     sweep.add_argument("--concurrency", type=_numbers, default=(1, 8, 32), help="requests at once (1,8,32)")
     sweep.add_argument("--output", type=int, default=16, metavar="TOKENS", help="of each request (16)")
     sweep.add_argument("--batched-tokens", type=int, default=2048, help="of one step (2048)")
+    sweep.add_argument(
+        "--warmup-seqs", type=int, metavar="N", help="of --torch-workload: requests in warmup's step (most at once)"
+    )
     sweep.add_argument("--json", type=Path, metavar="FILE", help="write the report")
     sweep.add_argument("--plot", type=Path, metavar="FILE", help="write a picture; png, svg or pdf")
     engine = sweep.add_argument_group("engine")
@@ -68,6 +71,7 @@ def run(options: argparse.Namespace, extra_args: Sequence[str] = ()) -> dict[str
             options.device,
             loads,
             max_num_batched_tokens=options.batched_tokens,
+            warmup_seqs=options.warmup_seqs or max(options.concurrency),
             say=_say,
         )
         report = fit(baseline, points, constants, proved_margin_bytes=proved)

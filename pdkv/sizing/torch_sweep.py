@@ -47,9 +47,15 @@ def steps_of(load: Load, max_num_batched_tokens: int) -> Iterator[list[int]]:
 
 
 def sweep_torch(
-    shape: ModelShape, device: str, loads: Sequence[Load], *, max_num_batched_tokens: int, say: Callable[[str], None]
+    shape: ModelShape,
+    device: str,
+    loads: Sequence[Load],
+    *,
+    max_num_batched_tokens: int,
+    warmup_seqs: int,
+    say: Callable[[str], None],
 ) -> tuple[Baseline, tuple[Point, ...], int | None]:
-    """Warm up with a full batch, as pdkv does, then run all loads.
+    """Warm up as an engine does, with a full batch of tokens and a step of `warmup_seqs` requests, then run all loads.
 
     Returns:
         What sizing would know, a point for each load, and the smallest margin under which all of it ran; None on the
@@ -59,7 +65,7 @@ def sweep_torch(
     meter = _CudaMeter(model) if model.device.type == "cuda" else _HostMeter()
     with meter.watch() as peak:
         model.step([max_num_batched_tokens])
-        model.step([1])
+        model.step([1] * warmup_seqs)
     baseline = meter.baseline(peak)
     resident, transient = baseline.resident_bytes / MIB, baseline.transient_peak_bytes / MIB
     say(f"after warmup: {resident:.0f} MiB resident, transient peak {transient:.0f} MiB")

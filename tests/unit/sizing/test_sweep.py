@@ -152,7 +152,7 @@ class TestProgram:
         constants = ("--sizing-margin-floor-bytes", "0", "--sizing-margin-fraction", "0")
         # Warmup samples for one request, this load for five hundred: their sorted logits are beyond its peak.
         larger = ("sweep", "--torch-workload", "tiny", "--lengths", "1", "--concurrency", "500", "--output", "1")
-        assert main([*larger, "--batched-tokens", "500", *constants]) == EXIT_TOO_SMALL
+        assert main([*larger, "--batched-tokens", "500", "--warmup-seqs", "1", *constants]) == EXIT_TOO_SMALL
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
