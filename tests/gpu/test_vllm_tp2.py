@@ -79,6 +79,8 @@ def test_both_ranks_commit_the_smaller_count_and_one_rank_of_prefill_feeds_them(
     with EngineProcess(llama, tmp_path / "p.log", ENVIRONMENT, **prefill_options) as prefill:
         prefill.wait_ready()
         with EngineProcess(llama, tmp_path / "d.log", decode_environment, **decode_options) as decode:
+            # Decode starts for longer than prefill keeps blocks without hearing of anybody who wants them.
+            decode.wait_ready()
             ask = {"do_remote_decode": True, "do_remote_prefill": False}
             answers = prefill.generate(PROMPTS, 1, [ask] * len(PROMPTS))
             found = decode.generate(PROMPTS, MAX_TOKENS, [answer["transfer"] for answer in answers])
