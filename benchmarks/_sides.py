@@ -83,6 +83,12 @@ class Side:
         took = time.perf_counter() - began
         return {name: (self._cpu_seconds(name) - before[name]) / took for name in self.names}
 
+    def others_seconds(self) -> float:
+        """CPU seconds since boot that this machine has spent on anything but this side and this process."""
+        times, own = psutil.cpu_times(), psutil.Process().cpu_times()
+        busy = times.user + times.nice + times.system + times.irq + times.softirq + times.steal
+        return busy - own.user - own.system - sum(self._cpu_seconds(name) for name in self.names)
+
     def resident_bytes(self) -> dict[str, int]:
         """Resident memory of each process tree in bytes; a page that several share is shared out among them (PSS)."""
         return {name: sum(p.memory_full_info().pss for p in self.processes(name)) for name in self.names}

@@ -8,7 +8,9 @@ first token, time per token) and a burst at once (throughput), the same prompts 
 for some seconds while the CPU time of its processes is counted. A side whose turn it is not is frozen.
 
 Ratios are medians over pairs of measurements that were taken one right after the other. What pdkv is held to is printed
-with them. The run fails if decode with pdkv computed a prompt that it should have received.
+with them, and how many cores other programs took meanwhile: where that is not near 0, ratios tell which side stands
+competition better, not which is faster. The run fails if decode with pdkv computed a prompt that it should have
+received.
 """
 
 from __future__ import annotations
@@ -68,6 +70,7 @@ class Measured:
     ttft_s: Samples = field(default_factory=Samples)
     per_token_s: Samples = field(default_factory=Samples)
     throughput: Samples = field(default_factory=Samples)
+    other_programs_cores: Samples = field(default_factory=Samples)
     idle_cores: dict[str, float] = field(default_factory=dict)
     resident_bytes: dict[str, int] = field(default_factory=dict)
     decode_counts: dict[str, int] | None = None
@@ -81,6 +84,7 @@ def take_turn(side: Side, measured: Measured, load: Load, turn: int) -> None:
 
     with side.turn():
         ask(side.url, prompts(900, 1), 2)  # what was swapped out of caches while frozen comes back; not counted
+        others, turn_began = side.others_seconds(), time.perf_counter()
         answers: list[Answer] = []
         for prompt in prompts(0, load.single):
             answers += ask(side.url, [prompt], load.output_tokens)
@@ -90,6 +94,8 @@ def take_turn(side: Side, measured: Measured, load: Load, turn: int) -> None:
         burst = ask(side.url, prompts(100, load.burst), load.output_tokens)
         took = time.perf_counter() - began
         measured.throughput.values.append(sum(answer.output_tokens for answer in burst) / took)
+        others, took = side.others_seconds() - others, time.perf_counter() - turn_began
+        measured.other_programs_cores.values.append(others / took)
 
 
 def measure_rest(side: Side, measured: Measured, load: Load) -> None:
@@ -178,6 +184,7 @@ def rows(results: dict[str, Measured], comparison: dict[str, Any]) -> list[list[
         row("time per token", "per_token", [format_time(m.per_token_s.median) for m in sides]),
         row("tokens/s, burst", "throughput", [f"{m.throughput.median:.1f}" for m in sides]),
         row("resident, all processes", "resident", [format_nbytes(sum(m.resident_bytes.values())) for m in sides]),
+        row("cores taken by others", "others", [f"{m.other_programs_cores.median:.2f}" for m in sides]),
         row("idle, busiest engine", "idle", [f"{max(engines_of(m.idle_cores).values()):.1%}" for m in sides]),
     ]
 
