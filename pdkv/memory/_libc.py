@@ -6,7 +6,9 @@ Every function raises :class:`OSError` with the call's errno. Constants are Linu
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import sys
 
 PROT_NONE = 0x0
 PROT_READ_WRITE = 0x1 | 0x2
@@ -43,6 +45,8 @@ def _error(call: str) -> OSError:
 
 def mmap(address: int | None, nbytes: int, prot: int, flags: int, fd: int = -1) -> int:
     """Map `nbytes` of `fd` from its beginning (or anonymous memory, fd -1) and return the address."""
+    if nbytes > sys.maxsize:  # ctypes would keep the lower 64 bits in silence and map less
+        raise OSError(errno.ENOMEM, f"mmap: {os.strerror(errno.ENOMEM)}")
     result = _libc.mmap(address, nbytes, prot, flags, fd, 0)
     if result is None or result == _MAP_FAILED:
         raise _error("mmap")

@@ -186,3 +186,9 @@ def test_ranges_of_another_driver_are_refused(driver: HostDriver, granule: int) 
         driver.tensor(address, granule, None)
     other.release(chunk)
     other.unreserve(address, granule)
+
+
+@pytest.mark.parametrize("nbytes", [1 << 64, (1 << 64) + (2 << 20), 1 << 70])
+def test_a_reservation_of_more_than_64_bits_is_refused_and_not_cut_to_its_lower_ones(nbytes: int) -> None:
+    with pytest.raises(DriverError, match="cannot reserve"):
+        HostDriver().reserve(nbytes)
