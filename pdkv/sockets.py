@@ -18,8 +18,15 @@ def describe_bind_failure(error: OSError, host: str, port: int, option: str = "-
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to `host`:`port`, without listening. The caller closes it."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    """A socket bound to `host`:`port`, without listening. The caller closes it.
+
+    Raises:
+        OSError: the host has no such address, or the port is taken; :func:`describe_bind_failure` words it.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except UnicodeError as error:  # a label of a host name that is empty or longer than 63 letters
+        raise socket.gaierror(socket.EAI_NONAME, "no host name") from error
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free for a server

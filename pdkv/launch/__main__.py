@@ -9,10 +9,11 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
 
-from pdkv.errors import ConfigError, PdkvError
+from pdkv.errors import ConfigError, LaunchError, PdkvError
 from pdkv.launch.cli import build, parse
 from pdkv.launch.supervisor import Deployment
 
@@ -48,14 +49,21 @@ class StopRequest:
 
 
 def say(text: str) -> None:
-    """One line for the user. Standard output is left to what scripts read."""
-    print(text, file=sys.stderr, flush=True)
+    """One line for the user. Standard output is left to what scripts read.
+
+    Where nobody can be told any more (a closed terminal, a full disk), engines that serve are not ended for it.
+    """
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def show_ready(deployment: Deployment) -> None:
-    """The addresses, for people and for scripts that wait for the line."""
-    for command in deployment.commands:
-        print(f"{command.name} {command.url}", flush=True)
+    """The addresses, for people and for scripts that wait for the line; LaunchError where they cannot be written."""
+    try:
+        for command in deployment.commands:
+            print(f"{command.name} {command.url}", flush=True)
+    except OSError as error:
+        raise LaunchError(f"cannot write the addresses to standard output: {error.strerror}.") from error
     say("ready; ctrl-C ends everything")
 
 

@@ -48,6 +48,7 @@ from pdkv.launch.settings import (
     require_host,
     require_port,
     require_positive,
+    require_text,
 )
 from pdkv.launch.supervisor import Deployment
 
@@ -168,6 +169,8 @@ def read_file(path: Path) -> dict[str, Any]:
                               f"and the tables {', '.join(f'[{t}]' for t in _TABLES)}.")  # fmt: skip
         if (name in _TABLES) != isinstance(value, dict):
             raise ConfigError(f"{path}: {name!r} must {'' if name in _TABLES else 'not '}be a table.")
+    for name in ("model", "prefill_url", "decode_url", "log_dir", "status_dir"):
+        require_text(name, content.get(name))
     if "model" in content and not Path(content["model"]).is_absolute():
         content["model"] = str(path.parent / content["model"])
     return content
@@ -249,6 +252,7 @@ def _build_proxy(request: Request, report: Report, should_stop: Callable[[], boo
     if port:
         check_port(host, port)
     timeout_s = _timeout(top, PROXY_READY_TIMEOUT_S)
+    require_positive("request-timeout", top.get("request_timeout"))
     command = proxy_command(
         top["prefill_url"],
         top["decode_url"],

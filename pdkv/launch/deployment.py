@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pdkv import registry
-from pdkv.errors import ConfigError
+from pdkv.errors import ConfigError, LaunchError
 from pdkv.launch.command import STOCK_NIXL, engine_command, proxy_command
 from pdkv.launch.machine import check_port, pick_free_ports, resolve, share_cpus
 from pdkv.launch.process import Report
@@ -152,15 +152,29 @@ def read_status(folder: Path | None) -> dict[str, Any]:
     """``{"workers": [rank 0, rank 1, ...], "scheduler": {...} or None}`` from an engine's status files.
 
     The files are replaced as a whole by their writer, so a file that exists is complete.
+
+    Raises:
+        LaunchError: a file is there and cannot be read as such; no engine of pdkv wrote it.
     """
     if folder is None:
         return {"workers": [], "scheduler": None}
-    workers = sorted(folder.glob("worker-rank*.json"), key=lambda path: int(path.stem.removeprefix("worker-rank")))
+    ranks = {path: path.stem.removeprefix("worker-rank") for path in folder.glob("worker-rank*.json")}
+    workers = sorted((path for path, rank in ranks.items() if rank.isdecimal()), key=lambda path: int(ranks[path]))
     scheduler = folder / "scheduler.json"
     return {
-        "workers": [json.loads(path.read_text()) for path in workers],
-        "scheduler": json.loads(scheduler.read_text()) if scheduler.exists() else None,
+        "workers": [_read_status_file(path) for path in workers],
+        "scheduler": _read_status_file(scheduler) if scheduler.exists() else None,
     }
+
+
+def _read_status_file(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise LaunchError(f"{path} is no engine's status ({error}); remove it or name another.") from error
+    if not isinstance(content, dict):
+        raise LaunchError(f"{path} is no engine's status, but {type(content).__name__}; remove it or name another.")
+    return content
 
 
 def _status_dirs(root: Path, engines: Sequence[EngineSettings]) -> dict[str, Path]:

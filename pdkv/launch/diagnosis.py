@@ -41,14 +41,14 @@ def clean(line: str) -> str:
 
 
 def read_tail(path: Path, nbytes: int = TAIL_NBYTES) -> list[str]:
-    """The last lines of a log; empty where it does not exist yet."""
+    """The last lines of a log; empty where it cannot be read, for instance because it does not exist yet."""
     try:
         with path.open("rb") as file:
             file.seek(0, 2)
             start = max(0, file.tell() - nbytes)
             file.seek(start)
             lines = file.read().decode(errors="replace").splitlines()
-    except FileNotFoundError:
+    except OSError:
         return []
     return lines[1:] if start else lines
 

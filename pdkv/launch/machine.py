@@ -42,11 +42,19 @@ def check_port(host: str, port: int, option: str = "--port") -> None:
 
 
 def pick_free_ports(hosts: Sequence[str]) -> tuple[int, ...]:
-    """One free port for each host, none that this process was given before. They are free again on return."""
+    """One free port for each host, none that this process was given before. They are free again on return.
+
+    Raises:
+        ConfigError: a host is no address of this machine.
+    """
     with ExitStack() as held:
         ports: list[int] = []
         while len(ports) < len(hosts):
-            port = held.enter_context(bind(hosts[len(ports)], 0)).getsockname()[1]
+            host = hosts[len(ports)]
+            try:
+                port = held.enter_context(bind(host, 0)).getsockname()[1]
+            except OSError as error:
+                raise ConfigError(describe_bind_failure(error, host, 0)) from error
             if port not in _picked:  # given out earlier, and its server may not listen yet
                 _picked.add(port)
                 ports.append(port)

@@ -58,17 +58,25 @@ class ManagedProcess:
         """Start it in a session of its own, so that ctrl-C in the terminal reaches the launcher alone.
 
         The output goes straight into the file: no pipe that fills up, and nothing lost when the launcher is killed.
+
+        Raises:
+            LaunchError: the log cannot be written, or the system starts no further process.
         """
         argv = [sys.executable, "-P", guard.__file__, "--parent", str(os.getpid()), "--grace", f"{self._grace_s:g}"]
-        with self.log_path.open("wb") as log:
-            self._guard = subprocess.Popen(
-                [*argv, "--", *self.command.argv],
-                env=self.command.environment(os.environ),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        try:
+            with self.log_path.open("wb") as log:
+                self._guard = subprocess.Popen(
+                    [*argv, "--", *self.command.argv],
+                    env=self.command.environment(os.environ),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise LaunchError(
+                f"cannot start {self.command.name} with its log in {self.log_path}: {error.strerror or error}."
+            ) from error
 
     def poll(self) -> int | None:
         """Exit code of the process as a shell counts it (128 + signal), or None while it runs."""
@@ -84,6 +92,7 @@ class ManagedProcess:
         """Ask it to end. Returns at once; :meth:`stop` waits."""
         if self._guard is not None and self._guard.poll() is None:
             self._guard.send_signal(signal.SIGTERM)
+            self._guard.send_signal(signal.SIGCONT)  # a stopped one would not see the other before the limit
 
     def stop(self) -> int | None:
         """End it and everything it started; returns its exit code, None where it was never started."""

@@ -7,6 +7,7 @@ Values are checked here; what depends on the machine (the model folder, free por
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -22,7 +23,8 @@ KINDS = ("pdkv", "stock-pd", "stock")
 DEVICES = ("auto", "cpu", "cuda")
 
 SIZES = ("kv_bytes", "engine_memory", "granule")
-POSITIVE = (*SIZES, "capacity_blocks", "warmup_blocks", "block_size", "max_model_len")
+COUNTS = ("capacity_blocks", "warmup_blocks", "block_size", "max_model_len")
+POSITIVE = (*SIZES, *COUNTS)
 
 # Importing vLLM in three processes takes 30 to 110 s on two busy cores; loading a large model comes on top.
 ENGINE_READY_TIMEOUT_S = 600.0
@@ -89,11 +91,13 @@ class EngineSettings:
                 "'aggregated', the other kinds run 'prefill' and 'decode'."
             )
         for name in POSITIVE:
-            require_positive(name, getattr(self, name))
+            require_positive(name, getattr(self, name), whole=True)
         for name in ("connector", "dtype", "cpus"):
             require_text(name, getattr(self, name))
-        if not all(isinstance(argument, str) for argument in self.extra_args):
-            raise ConfigError(f"extra_args {list(self.extra_args)} are not all texts; write numbers in quotes.")
+        _require_texts("extra_args", self.extra_args)
+        if not isinstance(self.extra_env, Mapping):
+            raise ConfigError(f"extra_env {self.extra_env!r} is no table of variables and their values.")
+        _require_texts("extra_env", tuple(self.extra_env.values()))
         require_host("host", self.host)
         require_port("port", self.port)
         require_port("side-channel-port", self.side_channel_port)
@@ -187,8 +191,12 @@ def engine_settings(**values: Any) -> EngineSettings:
         if name not in known:
             raise ConfigError(f"{name!r} is no setting of an engine; there are: {', '.join(known)}.")
     values = {name: parse_nbytes(v) if name in SIZES and v is not None else v for name, v in values.items()}
+    require_text("model", str(values["model"]) if isinstance(values["model"], Path) else values["model"])
     values["model"] = Path(values["model"])
-    values["extra_args"] = tuple(values.get("extra_args", ()))
+    extra = values.get("extra_args", ())
+    if not isinstance(extra, list | tuple):  # a text would pass for its letters
+        raise ConfigError(f'extra_args {extra!r} is no list; write ["--seed", "0"].')
+    values["extra_args"] = tuple(extra)
     return EngineSettings(**values)
 
 
@@ -197,19 +205,32 @@ def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{name} {value!r} is unknown; choose one of: {', '.join(choices)}.")
 
 
-def require_positive(name: str, value: float | None) -> None:
+#: More than a file, an address or a count of blocks can be on any machine (2**63 - 1).
+_LARGEST = 2**63 - 1
+
+
+def require_positive(name: str, value: float | None, *, whole: bool = False) -> None:
     if value is None:
         return
     option = name.replace("_", "-")
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ConfigError(f"{option} {value!r} is not a number.")
+    if whole and not isinstance(value, int):
+        raise ConfigError(f"{option} {value!r} is not a whole number.")
+    if value > _LARGEST:
+        raise CapacityError(f"{option} is {value}, which no machine has; the largest is {_LARGEST}.")
     if value <= 0:
         raise CapacityError(f"{option} is {value}; it must be at least 1.")
 
 
 def require_text(name: str, value: str | None) -> None:
-    if value is not None and (not isinstance(value, str) or not value):
-        raise ConfigError(f'{name} {value!r} is no text; write it in quotes, e.g. {name} = "0".')
+    if value is not None and (not isinstance(value, str) or not value or "\0" in value):
+        raise ConfigError(f'{name} {value!r} is no text or an empty one; write it in quotes, e.g. {name} = "0".')
+
+
+def _require_texts(name: str, values: tuple[object, ...]) -> None:
+    if not all(isinstance(value, str) and "\0" not in value for value in values):
+        raise ConfigError(f"{name} {list(values)} are not all texts; write numbers in quotes.")
 
 
 def require_port(name: str, value: int) -> None:
@@ -218,7 +239,7 @@ def require_port(name: str, value: int) -> None:
 
 
 def require_host(name: str, value: str) -> None:
-    if not isinstance(value, str) or not value or any(c.isspace() or c in "/@[]" for c in value):
+    if not isinstance(value, str) or not value or any(c.isspace() or c in "/@[]\0" for c in value):
         raise ConfigError(f"{name} {value!r} is no host name or address; the default is {LOOPBACK}.")
 
 

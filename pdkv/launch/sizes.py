@@ -8,7 +8,8 @@ from pdkv.errors import ConfigError
 
 # Binary units only: "256MB" means 256e6 to some and 2**28 to others, and a KV budget must not be guessed.
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+# 30 digits are more bytes than there are; a longer number overflows in one conversion or another.
+_PATTERN = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([A-Za-z]*)\s*")
 
 
 def parse_nbytes(text: str | int) -> int:

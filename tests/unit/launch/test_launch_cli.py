@@ -88,6 +88,13 @@ def test_a_single_role_takes_its_own_table(config):
         ("engine = 3", "'engine' must be a table"),
         ("[role]", "'role' must not be a table"),
         ('role = "pd"\nmodel = "model"\n[engine]\nblocksize = 4', "'blocksize' is no setting of an engine"),
+        ("model = 5", "model 5 is no text"),
+        ("log_dir = 5", "log_dir 5 is no text"),
+        ("prefill_url = 3", "prefill_url 3 is no text"),
+        ('role = "pd"\nmodel = "model"\n[engine]\nextra_args = "--seed"', "extra_args '--seed' is no list"),
+        ('role = "pd"\nmodel = "model"\n[engine]\nextra_env = "A=1"', "extra_env 'A=1' is no table"),
+        ('role = "pd"\nmodel = "model"\n[engine]\nextra_env = {A = 1}', "extra_env .* are not all texts"),
+        ('role = "pd"\nmodel = "model"\n[engine]\ncapacity_blocks = 1.5', "capacity-blocks 1.5 is not a whole number"),
     ],
 )
 def test_a_wrong_file_is_one_sentence(tmp_path, model, content, message):
@@ -108,6 +115,11 @@ def test_a_wrong_file_is_one_sentence(tmp_path, model, content, message):
         (["--role", "pd", "--model", "m", "--capacity-blocks", "0"], "capacity-blocks is 0; it must be at least 1"),
         (["--role", "pd", "--model", "m", "--kv-bytes", "0"], "kv-bytes is 0; it must be at least 1"),
         (["--role", "pd", "--model", "m", "--port", "x"], "invalid int value: 'x'"),
+        (["--role", "pd", "--model", "m", "--ready-timeout", "nan"], "ready-timeout nan is not a number"),
+        (["--role", "pd", "--model", "m", "--kv-bytes", "9" * 5000], "is not a size"),
+        (["--role", "pd", "--model", "m", "--kv-bytes", "9" * 400 + ".5"], "is not a size"),
+        (["--role", "pd", "--model", "m", "--capacity-blocks", str(2**63)], "which no machine has"),
+        (["--role", "pd", "--model", ""], "model '' is no text or an empty one"),
         (["--rol", "pd"], "unrecognized arguments: --rol"),
         (["--role", "pd", "--config", "/no/such.toml"], "cannot read --config /no/such.toml: No such file"),
     ],
@@ -124,3 +136,13 @@ def test_an_unknown_connector_is_one_sentence_that_names_the_known_ones(capsys, 
     arguments = ["--role", "prefill", "--model", str(model), "--connector", "pigeon", "--device", "cpu"]
     assert main(arguments) == 2
     assert "no KV connector is called 'pigeon'; installed are:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["nosuch.invalid", "192.0.2.1", "a" * 300, "..."])
+@pytest.mark.parametrize("option", ["--host", "--side-channel-host"])
+def test_a_host_that_is_no_address_of_this_machine_is_one_sentence(capsys, model, option, host):
+    arguments = ["--role", "prefill", "--kind", "stock-pd", "--device", "cpu", "--model", str(model), "--dry-run"]
+    assert main([*arguments, option, host]) == 2
+    error = capsys.readouterr().err
+    assert f"cannot listen on {host}:0" in error
+    assert error.count("\n") == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pdkv.errors import ConfigError
+from pdkv.errors import ConfigError, LaunchError
 from pdkv.launch import PDDeployment, PDSettings, engine_settings, machine, read_status
 from pdkv.sockets import bind
 
@@ -86,3 +86,11 @@ def test_status_files_are_read_in_the_order_of_ranks(tmp_path: Path):
         "workers": [{"rank": 0}, {"rank": 2}, {"rank": 10}],
         "scheduler": {"requests": 3},
     }
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "[" * 100_000])
+def test_a_status_file_of_nobody_is_one_sentence(tmp_path: Path, content):
+    (tmp_path / "scheduler.json").write_text(content)
+    (tmp_path / "worker-rankX.json").write_text("not one of a rank, and not looked at")
+    with pytest.raises(LaunchError, match=r"scheduler\.json is no engine's status"):
+        read_status(tmp_path)

@@ -7,11 +7,13 @@ import os
 import signal
 import socket
 import subprocess
+import sys
+import threading
 import urllib.request
 from pathlib import Path
 
 import pytest
-from launched import environment, launched, read_urls, run_to_end, started_pids, survivors
+from launched import DEADLINE_S, environment, launched, read_urls, run_to_end, started_pids, survivors
 
 pytestmark = pytest.mark.cpu
 
@@ -142,3 +144,40 @@ def test_a_dry_run_prints_commands_that_a_shell_takes_and_starts_nothing(model, 
 
 def children(pid: int) -> set[int]:
     return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
+def test_a_log_that_cannot_be_written_is_one_sentence(model, pids, tmp_path):
+    (tmp_path / "logs" / "prefill.log").mkdir(parents=True)
+    with launched(prefill_arguments(model, "--log-dir", str(tmp_path / "logs")), environment(pids)) as process:
+        code, error = run_to_end(process)
+    assert (code, started_pids(pids)) == (1, set())
+    assert error == f"error: cannot start prefill with its log in {tmp_path}/logs/prefill.log: Is a directory.\n"
+
+
+@pytest.mark.parametrize(("stream", "code"), [("stdout", 1), ("stderr", 0)])
+def test_a_full_disk_behind_an_output_ends_with_an_exit_code_and_leaves_nothing(model, pids, stream, code):
+    arguments = [sys.executable, "-m", "pdkv.launch", *prefill_arguments(model)]
+    with open("/dev/full", "w") as full:
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: full}
+        process = subprocess.Popen(arguments, env=environment(pids), text=True, start_new_session=True, **streams)
+    watchdog = threading.Timer(DEADLINE_S, process.kill)
+    watchdog.start()
+    if stream == "stderr":
+        read_urls(process, ["prefill"])
+        process.send_signal(signal.SIGTERM)
+    error = process.communicate()[1]
+    watchdog.cancel()
+    assert (process.returncode, survivors(started_pids(pids))) == (code, set())
+    if stream == "stdout":
+        assert error.endswith("error: cannot write the addresses to standard output: No space left on device.\n")
+
+
+def test_stopped_guards_do_not_keep_a_deployment_from_ending(model, pids):
+    with launched(pd_arguments(model), environment(pids)) as process:
+        read_urls(process, PD)
+        started = started_pids(pids)
+        for guard in children(process.pid):
+            os.kill(guard, signal.SIGSTOP)
+        code, _ = run_to_end(process, signal.SIGTERM)
+    assert (code, survivors(started)) == (0, set())
+    assert len(list(pids.glob("sigterm-*"))) == 2
