@@ -67,7 +67,7 @@ def check(request: Json) -> None:
             "prompt_logprobs" if request.get("prompt_logprobs") is not None else "echo",
         )
     truncate = request.get("truncate_prompt_tokens")
-    if isinstance(truncate, int) and truncate < 0:
+    if truncate is not None and not (isinstance(truncate, int) and truncate >= 0):  # vLLM takes "-1" and -1.0 too
         raise bad_request("give truncate_prompt_tokens as a positive number of tokens.", "truncate_prompt_tokens")
 
 

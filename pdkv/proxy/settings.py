@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -53,14 +54,15 @@ class ProxySettings:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port} is no TCP port; give 1 to 65535, or 0 to have a free one picked.")
         for name in ("ready_timeout_s", "request_timeout_s", "body_timeout_s", "max_body_nbytes"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be more than 0.")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be a number above 0.")
 
 
 def _require_base_url(option: str, url: str) -> None:
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        (parts.hostname or "").encode("idna")  # what resolving it does first; fails on empty and overlong labels
     except ValueError:
         usable = False
     if not usable or parts.path.strip("/") or parts.query or parts.fragment or parts.username:

@@ -78,3 +78,18 @@ def test_a_signal_ends_a_proxy_that_waits_for_its_engines(signum, code):
         process.communicate()
         watchdog.cancel()
     assert process.returncode == code
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--ready-timeout", "nan", "ready_timeout_s is nan; it must be a number above 0"),
+        ("--request-timeout", "inf", "request_timeout_s is inf; it must be a number above 0"),
+        ("--prefill-url", "http://...:1", "--prefill-url 'http://...:1' is no base URL"),
+        ("--host", "...", "cannot listen on ...:0"),
+    ],
+)
+def test_a_value_that_would_never_end_or_resolve_exits_2_with_one_sentence(capsys, option, value, message):
+    given = {"--prefill-url": "http://127.0.0.1:1", "--decode-url": "http://127.0.0.1:2", "--port": "0", option: value}
+    assert main([text for pair in given.items() for text in pair]) == 2
+    assert message in capsys.readouterr().err

@@ -149,3 +149,13 @@ def test_I13_an_answer_that_hands_over_nothing_is_an_error(answer):
 def test_transfer_parameters_of_the_prefill_engine_are_passed_on_unchanged():
     params = {"do_remote_prefill": True, "remote_block_ids": [[7]], "something_new": {"x": 1}}
     assert legs.transfer_params({"kv_transfer_params": params}) == params
+
+
+@pytest.mark.parametrize("value", [-1, -1.0, "-1", "5"])
+def test_a_truncation_that_the_engines_would_read_as_negative_is_refused(value):
+    assert refused({"prompt": "a", "truncate_prompt_tokens": value}).body["error"]["param"] == "truncate_prompt_tokens"
+
+
+def test_a_truncation_to_a_number_of_tokens_is_passed_on():
+    legs.check({"prompt": "a", "truncate_prompt_tokens": 5})
+    legs.check({"prompt": "a", "truncate_prompt_tokens": None})
