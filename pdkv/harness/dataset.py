@@ -42,7 +42,8 @@ def load_problems(path: Path, limit: int | None = None) -> tuple[Problem, ...]:
         ConfigError: the file cannot be read, holds no problem, or a line is malformed; the message names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: a JSON text may hold U+2028 and other ends of lines as they are. Some tools write a BOM.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise ConfigError(
             f"cannot read the data set {path} ({error.strerror}); name a file in GSM8K's JSON-lines format."
@@ -65,11 +66,15 @@ def _parse(line: str, number: int, place: str) -> Problem:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{place}: not JSON ({error.msg}, column {error.colno}).") from error
+    except (RecursionError, ValueError) as error:  # nested too deeply, a number of thousands of digits
+        raise ConfigError(f"{place}: JSON that cannot be read ({error}).") from error
     if not isinstance(entry, dict):
         raise ConfigError(f"{place}: a JSON object is wanted, found {type(entry).__name__}.")
     for key in ("question", "answer"):
         if not isinstance(entry.get(key), str) or not entry[key].strip():
             raise ConfigError(f"{place}: the object has no text under {key!r}.")
+        if not entry[key].isprintable() and any("\ud800" <= character <= "\udfff" for character in entry[key]):
+            raise ConfigError(f"{place}: the text under {key!r} holds half of a surrogate pair, which is no text.")
     if marked_answer(entry["answer"]) is None:
         raise ConfigError(f"{place}: the answer does not end in a line '#### N' with a number N.")
     return Problem(number, entry["question"], entry["answer"])

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
-from pdkv.errors import ConfigError, PdkvError
+from pdkv.errors import ConfigError, HarnessError, PdkvError
 from pdkv.harness.client import Completion, check_reachable
 from pdkv.harness.compare import compare
 from pdkv.harness.dataset import load_problems
@@ -55,12 +55,20 @@ def run(options: Options) -> dict[str, Any]:
     times_s["all"] = time.monotonic() - began
     results = compare(problems, reference, candidate)
     report = build_report(results, facts, _settings(options), times_s)
-    print(table(results))
-    print(summary(report))
-    if options.report is not None:
+    if options.report is not None:  # before anything is printed: a closed pipe must not cost the result
         write_report(options.report, report)
-        print(f"report: {options.report}")
+    _show(table(results), summary(report), *([f"report: {options.report}"] if options.report else ()))
     return report
+
+
+def _show(*texts: str) -> None:
+    """Print for the user. HarnessError where standard output takes nothing, so that the exit code tells."""
+    try:
+        for text in texts:
+            print(text, flush=True)
+    except OSError as error:
+        sys.stdout = None  # nothing is flushed into it once more at exit
+        raise HarnessError(f"cannot write the result to standard output ({error.strerror}).") from error
 
 
 Sides = tuple[tuple[Completion, ...], tuple[Completion, ...], EngineFacts | None]

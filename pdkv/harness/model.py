@@ -35,8 +35,15 @@ def prepare_model(target: Path) -> bool:
         True if the model was converted now, False if it was there.
 
     Raises:
-        HarnessError: the wheel is missing, `target` holds something else, or the disk is too small.
+        HarnessError: the wheel is missing, `target` holds something else or cannot be written, the disk is too small.
     """
+    try:
+        return _prepare(target)
+    except OSError as error:
+        raise HarnessError(f"cannot write the model to {target}: {error.strerror or error}.") from error
+
+
+def _prepare(target: Path) -> bool:
     if _is_model(target):
         return False
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +121,8 @@ def parse(argv: Sequence[str]) -> Options:
         if value is not None and not value > 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
     _check_sides(a)
+    for name in ("report", "save_reference"):
+        _check_writable(f"--{name.replace('_', '-')}", getattr(a, name))
     return Options(
         data=a.data,
         few_shot=a.few_shot or a.data.parent / "few_shot.jsonl",
@@ -174,10 +178,30 @@ def _engine(a: argparse.Namespace, extra_args: tuple[str, ...]) -> EngineOptions
     )
 
 
+def _check_writable(option: str, path: Path | None) -> None:
+    """Refuse a file that could not be written when the run, of minutes, is over. A missing folder is made now."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not os.access(path.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{option} {str(path)!r} cannot be written ({reason}); name another file.") from error
+
+
 def _url(text: str | None) -> str | None:
     if text is None:
         return None
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(text)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        (parts.hostname or "").encode("idna")  # what resolving it does first; fails on empty and overlong labels
+    except ValueError:
+        usable = False
+    if not usable:
         raise ConfigError(f"{text!r} is no URL of a server; give one like http://127.0.0.1:8000.")
     return text.rstrip("/").removesuffix("/v1")

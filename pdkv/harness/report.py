@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,8 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
         partial.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         partial.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise HarnessError(f"cannot write the report {path} ({error.strerror}); name another by --report.") from error
 
 

@@ -38,7 +38,7 @@ def load_answers(path: Path, prompts: Sequence[Prompt]) -> tuple[Completion, ...
         completions = tuple(Completion(**{**entry, "token_ids": tuple(entry["token_ids"])}) for entry in entries)
     except OSError as error:
         raise ConfigError(f"cannot read the kept answers {path} ({error.strerror}).") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} holds no answers that --save-reference wrote ({error}).") from error
     if requests != fingerprint(prompts):
         raise ConfigError(f"the answers kept in {path} are to other prompts; make them anew with --save-reference.")

@@ -66,3 +66,26 @@ def test_missing_empty_and_binary_files_are_refused_in_a_sentence(tmp_path: Path
 )
 def test_the_marked_number_counts_and_else_the_last_one(text: str, expected: Decimal | None) -> None:
     assert given_answer(text) == expected
+
+
+def test_an_end_of_line_of_unicode_within_a_text_and_a_byte_order_mark_are_no_errors(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    question = "a\u2028b\u0085c\u000cd"
+    line = '{"question": "' + question.replace("\u000c", "\\f") + '", "answer": "#### 2"}'
+    path.write_bytes(b"\xef\xbb\xbf" + line.encode() + b"\r\n")
+    assert load_problems(path)[0].question == question
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("[" * 100_000, "JSON that cannot be read"),
+        ('{"question": "a", "answer": "#### 2", "n": ' + "9" * 5000 + "}", "JSON that cannot be read"),
+        (r'{"question": "a\ud800", "answer": "#### 2"}', "half of a surrogate pair"),
+    ],
+)
+def test_a_line_that_json_or_text_cannot_hold_is_one_sentence(tmp_path: Path, line: str, complaint: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(line)
+    with pytest.raises(ConfigError, match=f"line 1: .*{complaint}"):
+        load_problems(path)

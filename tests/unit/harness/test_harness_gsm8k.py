@@ -163,3 +163,22 @@ def test_the_negative_control_stands_in_a_group_of_its_own() -> None:
     assert text.index("diagnostics:") < text.index("--corrupt-received-kv", text.index("diagnostics:"))
     main_group = text[text.index("options:") : text.index("engines that the harness starts:")]
     assert "corrupt" not in main_group
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:99999", "http://a..b", "http://" + "a" * 300])
+def test_a_url_that_nobody_can_have_exits_2_with_one_sentence(
+    data: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--data", str(data), "--reference-url", "http://127.0.0.1:9", "--candidate-url", url, "--tokens-only"]
+    assert main(arguments) == 2
+    assert f"error: {url!r} is no URL of a server" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--report", "--save-reference"])
+@pytest.mark.parametrize("path", ["", "/", "/dev/null/x", "/proc/x/y"])
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_asked(
+    data: Path, option: str, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    urls = ["--reference-url", "http://127.0.0.1:9", "--candidate-url", "http://127.0.0.1:9", "--tokens-only"]
+    assert main(["--data", str(data), *urls, option, path]) == 2
+    assert f"error: {option} " in capsys.readouterr().err

@@ -86,3 +86,11 @@ def test_a_missing_wheel_and_a_full_disk_are_each_one_sentence(tmp_path: Path, m
     monkeypatch.setattr(model, "NEEDED_NBYTES", 1 << 60)
     with pytest.raises(HarnessError, match="MiB are free"):
         prepare_model(tmp_path / "small")
+
+
+@pytest.mark.parametrize("target", ["/proc/x/y", "/dev/null/x"])
+def test_a_folder_that_cannot_be_made_is_one_sentence(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([target]) == 3
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: cannot write the model to {target}: ")
+    assert error.count("\n") == 1

@@ -133,3 +133,10 @@ def test_a_report_is_written_whole_or_refused_in_a_sentence(tmp_path: Path) -> N
     (tmp_path / "file").write_text("")
     with pytest.raises(HarnessError, match="cannot write the report"):
         write_report(tmp_path / "file" / "report.json", report)
+
+
+def test_a_report_that_does_not_fit_leaves_no_part_of_it(tmp_path: Path) -> None:
+    (tmp_path / "report.json").mkdir()  # so that the last step, the rename, fails
+    with pytest.raises(HarnessError, match="cannot write the report"):
+        write_report(tmp_path / "report.json", {"passed": True})
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
