@@ -119,7 +119,7 @@ def _traffic(options: argparse.Namespace) -> Traffic | None:
 
     return Traffic(
         arrivals_per_s=options.arrivals,
-        prompt_tokens=options.prompt or max(1, (options.context or 8192) // 2),
+        prompt_tokens=options.prompt if options.prompt is not None else max(1, (options.context or 8192) // 2),
         output_tokens=options.output,
         queue_s=options.queue_ms / 1e3,
         ttft_s=seconds(options.ttft_ms),

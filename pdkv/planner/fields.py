@@ -11,6 +11,10 @@ from pdkv.errors import ConfigError
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
+# No count, size or length in a configuration comes near this.
+_LARGEST = 2**40
+
+
 class Fields:
     """The fields of one configuration.
 
@@ -33,7 +37,7 @@ class Fields:
     def need(self, *names: str) -> int:
         """The first of `names` as a positive whole number; noted as missing if none is one."""
         value = self.get(*names)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < _LARGEST:
             return value
         self._missing.append(" or ".join(names))
         return 1

@@ -32,6 +32,8 @@ _NOT_UNDERSTOOD = {
     "rwkv_head_size": "RWKV states",
 }
 
+_MOST_LAYERS = 100_000
+
 
 def load_config(path: str | Path) -> dict[str, Any]:
     """Read a config.json, given as the file or as the folder of a model.
@@ -45,7 +47,7 @@ def load_config(path: str | Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"Cannot read the model's configuration {file}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{file} holds no JSON object")
@@ -56,21 +58,34 @@ def read_model(config: Mapping[str, Any], name: str = "model") -> ModelShape:
     """Read the shape of a model's KV cache from its configuration.
 
     Raises:
-        ConfigError: fields are missing (all are named), or the model has a form of attention without known sizes.
+        ConfigError: fields are missing (all are named) or of a wrong type, or the model has a form of attention without
+            known sizes.
     """
+    try:
+        return _read_model(config, name)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:  # of optional fields, which nobody checks
+        raise ConfigError(f"The configuration of {name} has a field of a wrong type or size: {error}") from error
+
+
+def _read_model(config: Mapping[str, Any], name: str) -> ModelShape:
     fields = Fields(config, name)
     unknown = [text for key, text in _NOT_UNDERSTOOD.items() if fields.get(key)]
     if unknown:
         raise ConfigError(f"{name} uses {' and '.join(unknown)}, for which the planner has no sizes")
     layers = _encoder_decoder(fields) if _has_encoder(config) else _decoder(fields)
-    fields.check()
     dtype = str(fields.get("torch_dtype", "dtype", default="bfloat16")).removeprefix("torch.")
-    max_context = fields.get("max_position_embeddings", "max_target_positions", "n_positions", "max_sequence_length")
+    names = ("max_position_embeddings", "max_target_positions", "n_positions", "max_sequence_length")
+    max_context = fields.need(*names) if fields.get(*names) is not None else None
+    fields.check()
     return ModelShape(name, layers, dtype, max_context)
 
 
 def _decoder(fields: Fields) -> tuple[tuple[Layer, ...], ...]:
     count = fields.need("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    if count > _MOST_LAYERS:
+        raise ConfigError(f"{fields.name} has {count} layers; at most {_MOST_LAYERS} are planned for")
     kinds = _layer_kinds(fields, count)
     makers: dict[str, Callable[[], tuple[Layer, ...]]] = {
         "full": lambda: _full(fields),
@@ -99,10 +114,13 @@ def _full(fields: Fields) -> tuple[Layer, ...]:
 
 def _attention(fields: Fields, window: int | None = None, chunk: int | None = None) -> AttentionLayer:
     heads = fields.need("num_attention_heads", "n_head", "n_heads", "num_heads")
-    size = fields.get("head_dim", "attention_head_dim", "hidden_size_per_head")
-    if not size:
+    names = ("head_dim", "attention_head_dim", "hidden_size_per_head")
+    if fields.get(*names):
+        size = fields.need(*names)
+    else:
         size = max(1, fields.need("hidden_size", "n_embd", "d_model") // heads)
-    value_size = fields.get("v_head_dim", default=size) if fields.get("kv_lora_rank") is None else size
+    of_its_own = fields.get("kv_lora_rank") is None and fields.get("v_head_dim") is not None
+    value_size = fields.need("v_head_dim") if of_its_own else size
     parameters = fields.get("rope_parameters", "rope_scaling", default={}) or {}
     factor = fields.get("partial_rotary_factor", default=parameters.get("partial_rotary_factor", 1.0))
     return AttentionLayer(_kv_heads(fields, heads), HeadShape(size, value_size, int(size * factor)), window, chunk)

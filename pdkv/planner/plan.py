@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from pdkv.errors import ConfigError
@@ -30,6 +30,8 @@ ASSUMED_NON_TORCH_BYTES = 552_402_944
 ASSUMED_GRAPH_BYTES = 512 << 20
 #: Smallest chunk of CUDA virtual memory, to which a growable cache rounds each segment.
 CUDA_GRANULE_BYTES = 2 << 20
+# Beyond every rate, length and count there is; products and ratios of a few such numbers still fit a float.
+_LARGEST = 1e18
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,19 @@ class Traffic:
     decode_tokens_per_s: float | None = None
     link_bytes_per_s: float | None = None
     time_per_token_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no traffic is: rates, lengths and times that are not finite and above 0 (waiting may be 0).
+
+        Raises:
+            ConfigError: the message names the value.
+        """
+        for field_ in fields(self):
+            value = getattr(self, field_.name)
+            if value is None or (field_.name == "queue_s" and value == 0):
+                continue
+            if not 1 / _LARGEST <= value <= _LARGEST:
+                raise ConfigError(f"{field_.name} must be above 0, and at most {_LARGEST:g}, not {value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +177,10 @@ def make_plan(request: PlanRequest) -> Plan:
         ConfigError: a name is unknown, fields are missing, or sizes do not go together. The message says what to give.
     """
     for name in ("tensor_parallel", "pipeline_parallel", "block_size", "in_flight_tokens"):
-        if getattr(request, name) < 1:
-            raise ConfigError(f"{name} must be at least 1, not {getattr(request, name)}")
+        if not 1 <= getattr(request, name) <= _LARGEST:
+            raise ConfigError(f"{name} must be at least 1, and at most {_LARGEST:g}, not {getattr(request, name)}")
+    if request.context is not None and request.context > _LARGEST:
+        raise ConfigError(f"The context length must be at most {_LARGEST:g} tokens, not {request.context}")
     source = find_model(request.model)
     model = read_model(source.config, source.name)
     if request.model_dtype is not None:

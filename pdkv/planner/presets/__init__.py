@@ -49,7 +49,7 @@ def find_model(name: str) -> ModelSource:
         preset = json.loads((_HERE / "models" / f"{name.lower()}.json").read_text(encoding="utf-8"))
         return ModelSource(preset["name"], preset["config"], preset["weights_bytes"], preset["source"])
     path = Path(name)
-    if not path.exists():
+    if not name or not _exists(path):
         raise ConfigError(f"{name!r} is neither a file nor a preset; presets are {', '.join(model_names())}")
     folder = path if path.is_dir() else path.parent
     label = folder.name if path.name == "config.json" or path.is_dir() else path.stem
@@ -77,10 +77,13 @@ def parse_bytes(text: str) -> int:
     Raises:
         ConfigError: it is not a size.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(f"{text!r} is not a size in bytes; write 80GiB, 141GB, 512MiB or a number of bytes")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    nbytes = int(float(match[1]) * _UNITS[match[2].lower()])
+    if nbytes >= 2**63:
+        raise ConfigError(f"{text!r} is more memory than any machine has")
+    return nbytes
 
 
 def _gpus() -> dict[str, dict[str, Any]]:
@@ -88,11 +91,21 @@ def _gpus() -> dict[str, dict[str, Any]]:
     return gpus
 
 
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that no file system takes
+        return False
+
+
 def _weights_in(folder: Path) -> int | None:
     """Bytes of the weights in a model's folder: what its index says, else the sum of its files; None without any."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        total = json.loads(index.read_text(encoding="utf-8")).get("metadata", {}).get("total_size")
+        try:
+            total = json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            total = None  # the sum of the files says nearly the same
         if isinstance(total, int):
             return total
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")) or None

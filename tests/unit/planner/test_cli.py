@@ -139,3 +139,24 @@ def test_the_program_runs_and_imports_neither_torch_nor_matplotlib() -> None:
     code = "import sys; sys.argv = ['p', '--model', 'llama-3.1-8b', '--gpu', 'h200']\n"
     code += "from pdkv.plan import main; main(); sys.exit(bool({'torch', 'matplotlib'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, stdout=subprocess.DEVNULL).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--arrivals", "nan"), ("--arrivals", "inf"), ("--arrivals", "-1"), ("--queue-ms", "nan"), ("--queue-ms", "-1"),
+        ("--link-gbps", "0"), ("--link-gbps", "nan"), ("--prefill-rate", "1e-300"), ("--tpot-ms", "-1"),
+        ("--prompt", "0"), ("--output", "-1"), ("--context", "9" * 400), ("--block-size", "9" * 400),
+        ("--activation", "9" * 500), ("--weights", "9" * 500),
+    ],
+)  # fmt: skip
+def test_a_value_that_nothing_has_exits_2_without_a_traceback(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", "llama-3.1-8b", "--gpu", "h200", "--arrivals", "5", f"{option}={value}"]
+    try:
+        code = main(arguments)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    assert code == 2
+    assert capsys.readouterr().out == ""

@@ -216,3 +216,22 @@ def test_a_models_folder_gives_its_weights_too(tmp_path: Path) -> None:
     assert (source.name, source.weights_bytes) == ("tiny", 1000)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 5000}}))
     assert find_model(str(folder / "config.json")).weights_bytes == 5000
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_hidden_layers", 10**9), ("num_hidden_layers", 10**30), ("head_dim", "64"), ("head_dim", [64]),
+        ("num_key_value_heads", "x"), ("rope_scaling", [1]), ("attn_layer_indices", 5),
+        ("max_position_embeddings", "long"), ("partial_rotary_factor", float("nan")), ("v_head_dim", {}),
+    ],
+)  # fmt: skip
+def test_a_field_of_a_wrong_type_or_size_is_one_sentence(field: str, value: object) -> None:
+    with pytest.raises(ConfigError):
+        read_model({**LLAMA, field: value})
+
+
+def test_a_configuration_nested_too_deeply_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="is not JSON"):
+        load_config(tmp_path)
