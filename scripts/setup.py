@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -54,19 +55,32 @@ def main():
     parser = argparse.ArgumentParser(description="Set up .venv from the locked requirements.")
     parser.add_argument("what", choices=("test", "all"), help="test: what needs no vLLM; all: the vLLM CPU stack too")
     what = parser.parse_args().what
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, interrupt)
     try:
         check_machine()
         os.makedirs(os.path.dirname(LOG), exist_ok=True)
         with open(os.path.join(ROOT, "build", ".setup.lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two `make` at once: the second finds everything done
+            # pip inherits the lock: where this process is killed, no other set-up starts before that pip has ended.
+            os.set_inheritable(lock.fileno(), True)
             set_up(what)
     except SetupError as error:
         print(f"setup: error: {error}.", file=sys.stderr)
+        return 1
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        print(f"setup: error: cannot read or write{where}: {error.strerror or error}.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nsetup: interrupted; run it again to go on", file=sys.stderr)
         return 130
     return 0
+
+
+def interrupt(signum, frame):
+    """End as by ctrl-C, so that pip does not go on alone."""
+    raise KeyboardInterrupt
 
 
 def check_machine():
@@ -167,7 +181,12 @@ def pip(arguments, title):
     show = Progress(title)
     output = []
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        universal_newlines=True,
+        close_fds=False,  # the set-up lock goes along
     )
     try:
         for line in process.stdout:
@@ -177,6 +196,7 @@ def pip(arguments, title):
         code = process.wait()
     finally:
         process.kill()
+        process.wait()
     show.end()
     if code:
         raise SetupError(f"{explain(''.join(output))}; pip's own words are in {os.path.relpath(LOG)}")
@@ -235,9 +255,10 @@ def read_stamp():
     """What earlier runs did, {} where nothing is known."""
     try:
         with open(STAMP) as stream:
-            return json.load(stream)
+            done = json.load(stream)
     except (OSError, ValueError):
         return {}
+    return done if isinstance(done, dict) else {}
 
 
 def write_stamp(done):

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -82,3 +90,61 @@ def test_every_locked_version_stands_in_one_lock_only_and_none_is_left_out_by_mi
         asked = [line.split("#")[0].strip() for line in (ROOT / "requirements" / f"{name}.in").read_text().splitlines()]
         wanted = {line.split("=")[0].split("<")[0].strip().lower() for line in asked if line}
         assert wanted <= set(names)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, setup: ModuleType) -> Path:
+    """A checkout whose .venv is made and whose pip says one line and then hangs, holding what it inherited."""
+    for folder in ("scripts", "requirements"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    made = f'{{"interpreter": "{tmp_path}/.venv {sys.base_prefix} {platform.python_version()}"}}'
+    (tmp_path / ".venv" / "pdkv-setup.json").write_text(made)
+    pip = tmp_path / ".venv" / "bin" / "python"
+    pip.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *--dry-run*) exit 1;; esac\n'
+        f"echo $$ > {tmp_path}/pid; echo Installing collected packages: x; exec sleep 60\n"
+    )
+    pip.chmod(0o755)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 130), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_a_set_up_that_is_ended_lets_no_pip_work_beside_the_next_one(checkout: Path, signum: int, code: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, str(checkout / "scripts" / "setup.py"), "test"], stdout=subprocess.PIPE, text=True
+    )
+    watchdog = threading.Timer(60, process.kill)
+    watchdog.start()
+    assert process.stdout is not None
+    assert any("Installing collected" in line for line in process.stdout)
+    pip = int((checkout / "pid").read_text())
+    process.send_signal(signum)
+    assert process.wait(60) == code
+    watchdog.cancel()
+    process.stdout.close()
+    with open(checkout / "build" / ".setup.lock") as lock:
+        if signum != signal.SIGKILL:  # pip was ended
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            assert not Path(f"/proc/{pip}").exists()
+            return
+        with pytest.raises(BlockingIOError):  # pip runs on and holds the lock
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.kill(pip, signal.SIGKILL)
+
+
+def test_a_stamp_that_is_no_object_counts_as_none(setup: ModuleType, tmp_path: Path) -> None:
+    setup.STAMP = str(tmp_path / "stamp.json")
+    Path(setup.STAMP).write_text("[]")
+    assert setup.read_stamp() == {}
+
+
+def test_a_file_where_a_folder_belongs_is_one_sentence(checkout: Path) -> None:
+    (checkout / "build").write_text("")
+    done = subprocess.run(
+        [sys.executable, str(checkout / "scripts" / "setup.py"), "test"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert done.stderr == f"setup: error: cannot read or write {checkout}/build: File exists.\n"
