@@ -99,6 +99,14 @@ class Engine:
             {"tokens": list(output.outputs[0].token_ids), "transfer": output.kv_transfer_params} for output in outputs
         ]
 
+    def do_sleep(self) -> Any:
+        """Put the engine to sleep; the error's text where it refuses."""
+        try:
+            self.llm.sleep(level=1)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
     def do_graphs(self) -> Any:
         """How many CUDA graphs were captured and how many replayed since the process began."""
         return self.graphs

@@ -51,11 +51,11 @@ def test_wrapping_the_engine_core_twice_wraps_it_once(monkeypatch: pytest.Monkey
     from vllm.v1.engine.core import EngineCore
 
     monkeypatch.setattr(EngineCore, "_initialize_kv_caches", EngineCore._initialize_kv_caches)
-    patches.install_block_count()
+    patches.install()
     once = EngineCore._initialize_kv_caches
-    patches.install_block_count()
+    patches.install()
     assert EngineCore._initialize_kv_caches is once
-    assert patches.block_count_installed()
+    assert patches.installed()
 
 
 def test_the_quiet_agent_is_restored_when_the_constructor_raises() -> None:

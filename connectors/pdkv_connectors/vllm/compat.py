@@ -41,6 +41,7 @@ _NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 
 ENGINE_SEAMS = (
     Seam("block count", "vllm.v1.engine.core", "EngineCore._initialize_kv_caches", ("vllm_config",)),
+    Seam("sleep", "vllm.v1.engine.core", "EngineCore.sleep", ("level",)),
     Seam("block count", "vllm.v1.core.kv_cache_utils", "update_kv_cache_capacity", ("vllm_config", "kv_cache_config")),
     Seam("back the tensors", _WORKER, "Worker._maybe_get_memory_pool_context", ("tag",)),
     Seam("back the tensors", _WORKER, "Worker.initialize_from_config", ("kv_cache_config",)),
@@ -101,7 +102,7 @@ def check(platform: str, *, with_connector: bool) -> None:
     check_no_growth_of_its_own()
     for seam in ENGINE_SEAMS + (CONNECTOR_SEAMS if with_connector else ()):
         check_seam(seam, vllm.__version__)
-    if not patches.block_count_installed():
+    if not patches.installed():
         raise SeamError(
             "the pdkv plug-in is not loaded in this vLLM process, so the engine would not learn the final block count; "
             "unset VLLM_PLUGINS or add pdkv to it."

@@ -61,6 +61,11 @@ class LateConnector(NixlBaseConnector):
             )
 
     @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """No: vLLM refuses sleep mode at the start then, and not when somebody relies on it (asked by 0.33)."""
+        return False
+
+    @classmethod
     def make_scheduler(cls, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> Any:
         """The scheduler side, built when vLLM asks for it: by then the block count is final."""
         raise NotImplementedError

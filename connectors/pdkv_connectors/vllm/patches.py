@@ -5,6 +5,8 @@ what                                       for        why there is no other way
 =========================================  =========  ===============================================================
 `EngineCore._initialize_kv_caches` (wrap)  0.32, 0.33  it alone turns a block count into the scheduler's pool, and it
                                                       runs warmup before it returns: growth must come after it
+`EngineCore.sleep` (wrap)                  0.32, 0.33  it pauses the scheduler before any worker is asked, so a
+                                                      worker's refusal would leave an engine that serves no more
 `base_worker.nixl_agent_config` (swap)     0.32, 0.33  the agent's progress thread burns 60-70 % of a core when idle,
                                                       and its switch is not among the connector's settings
 CPU affinity around the agent (restore)    0.32, 0.33  the stock constructor pins the main thread to the last core
@@ -20,6 +22,8 @@ import functools
 import os
 import sys
 from typing import TYPE_CHECKING, Any
+
+from pdkv.errors import StateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,34 +46,55 @@ def is_growable(vllm_config: VllmConfig) -> bool:
     return issubclass(resolve_obj_by_qualname(worker_cls), GrowableWorker)
 
 
-def install_block_count() -> None:
-    """Wrap `EngineCore._initialize_kv_caches`, once per process. Inert for engines without a growable worker."""
+def install() -> None:
+    """Wrap `EngineCore`'s methods, once per process. Inert for engines without a growable worker."""
     from vllm.v1.engine.core import EngineCore
 
-    stock: Callable[..., Any] | None = getattr(EngineCore, "_initialize_kv_caches", None)
-    if stock is None or getattr(stock, _WRAPPED, False):
-        # A version without this function is refused by compat.check() when a growable worker starts, not here: other
-        # people's engines load this plug-in too.
+    _wrap(EngineCore, "_initialize_kv_caches", _grow_after)
+    _wrap(EngineCore, "sleep", _refuse_sleep)
+
+
+def installed() -> bool:
+    """Whether :func:`install` has taken effect in this process."""
+    from vllm.v1.engine.core import EngineCore
+
+    return all(hasattr(getattr(EngineCore, name, None), _WRAPPED) for name in ("_initialize_kv_caches", "sleep"))
+
+
+def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
+    """Have `owner.name(self, ...)` call ``wrapper(stock, self, ...)``; does nothing where it does so already.
+
+    Nor where there is no such method: a version without it is refused by `compat.check()` when a growable worker
+    starts, not here, since other people's engines load this plug-in too.
+    """
+    stock: Callable[..., Any] | None = getattr(owner, name, None)
+    if stock is None or hasattr(stock, _WRAPPED):
         return
 
     @functools.wraps(stock)
-    def initialize_kv_caches(self: Any, vllm_config: VllmConfig) -> Any:
-        config = stock(self, vllm_config)
-        if not is_growable(vllm_config):
-            return config
-        from pdkv_connectors.vllm.agree import grow_engine
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(stock, self, *args, **kwargs)
 
-        return grow_engine(self, vllm_config, config)
-
-    setattr(initialize_kv_caches, _WRAPPED, True)
-    EngineCore._initialize_kv_caches = initialize_kv_caches
+    setattr(wrapped, _WRAPPED, True)
+    setattr(owner, name, wrapped)
 
 
-def block_count_installed() -> bool:
-    """Whether :func:`install_block_count` has taken effect in this process."""
-    from vllm.v1.engine.core import EngineCore
+def _grow_after(stock: Callable[..., Any], core: Any, vllm_config: VllmConfig) -> Any:
+    config = stock(core, vllm_config)
+    if not is_growable(vllm_config):
+        return config
+    from pdkv_connectors.vllm.agree import grow_engine
 
-    return bool(getattr(getattr(EngineCore, "_initialize_kv_caches", None), _WRAPPED, False))
+    return grow_engine(core, vllm_config, config)
+
+
+def _refuse_sleep(stock: Callable[..., Any], core: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+    if level >= 1 and is_growable(core.vllm_config):
+        raise StateError(
+            "an engine with a growable KV cache cannot sleep yet: its cache would stay in memory, and registered with "
+            "peers; end the engine instead, or start it with vLLM's own worker class."
+        )
+    return stock(core, level, *args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,6 @@ from __future__ import annotations
 
 def register() -> None:
     """Called by vLLM once per process, before the engine is built."""
-    from pdkv_connectors.vllm.patches import install_block_count
+    from pdkv_connectors.vllm.patches import install
 
-    install_block_count()
+    install()
