@@ -52,7 +52,7 @@ def held() -> Callable[[], Held]:
     return Held
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run a program text in a Python of its own and return what became of it."""
 
