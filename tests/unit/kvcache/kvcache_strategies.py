@@ -125,9 +125,13 @@ def os_mappings(address: int, nbytes: int) -> list[Mapping]:
     found = []
     with open("/proc/self/maps", encoding="ascii") as lines:
         for line in lines:
-            span, permissions, _, _, inode = line.split()[:5]
-            begin, end = (int(part, 16) for part in span.split("-"))
-            if begin < address + nbytes and address < end and int(inode):
+            begin, end = (int(part, 16) for part in line[: line.index(" ")].split("-"))
+            if begin >= address + nbytes:
+                break  # the lines are in the order of addresses
+            if address >= end:
+                continue
+            _, permissions, _, _, inode = line.split()[:5]
+            if int(inode):
                 found.append(Mapping(begin, end, permissions, int(inode)))
     return found
 

@@ -266,7 +266,7 @@ class ReservationMachine(RuleBasedStateMachine):
             assert self.limited.used == 0
 
 
-ReservationMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+ReservationMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
 class TestI7AnyMixOfOperationsAndFailures(ReservationMachine.TestCase):  # type: ignore[misc,name-defined]
