@@ -34,7 +34,7 @@ model: setup ## convert the small model, once
 demo: model ## prefill + decode against one stock vLLM, over 16 word problems; exits 0 only if all tokens are equal
 	@mkdir -p $(DEMO)
 	$(PY) -m pdkv.harness.gsm8k --model $(MODEL) --data examples/data/grade_school.jsonl \
-		--connector $(CONNECTOR) --prefill-kv-bytes 192MiB --report $(DEMO)/report.json --log-dir $(DEMO)/logs $(ARGS)
+		--connector $(CONNECTOR) --engine-memory 3GiB --report $(DEMO)/report.json --log-dir $(DEMO)/logs $(ARGS)
 
 test: model ## all tests that need no GPU, real engines included (at most 25 minutes on 2 cores)
 	$(PY) -m pytest -m "not gpu" --timeout $(TEST_TIMEOUT_S) --durations 15 $(ARGS)

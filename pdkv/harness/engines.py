@@ -43,6 +43,8 @@ class EngineOptions:
         dtype: float32 unless told otherwise: in 16 bits two logits can tie, and then equality is chance.
         kv_bytes: budget of a final KV cache in bytes.
         prefill_kv_bytes: the same for prefill alone; None is `kv_bytes`. The sides need not be equal.
+        engine_memory: bytes that prefill and decode may each use in all. Their caches are then what warmup leaves of
+            it, and `kv_bytes` is the reference's alone.
         log_dir: folder for the engines' logs and status files; None makes one and removes it after a clean end.
         ready_timeout_s: seconds until an engine must be ready.
         decode_prefix_caching: whether decode may keep prompts. Off unless asked for, so that every block of every
@@ -56,6 +58,7 @@ class EngineOptions:
     dtype: str
     kv_bytes: int
     prefill_kv_bytes: int | None
+    engine_memory: int | None
     max_model_len: int
     block_size: int
     log_dir: Path | None
@@ -68,10 +71,15 @@ class EngineOptions:
         """What all engines share, under the launcher's names."""
         return {
             "dtype": self.dtype,
-            "kv_bytes": self.kv_bytes,
             "max_model_len": self.max_model_len,
             "block_size": self.block_size,
         }
+
+    def budget(self, kv_bytes: int | None = None) -> dict[str, Any]:
+        """What bounds the KV cache of prefill or decode, under the launcher's names."""
+        if self.engine_memory is not None:
+            return {"engine_memory": self.engine_memory}
+        return {"kv_bytes": kv_bytes or self.kv_bytes}
 
 
 def answers(url: str, prompts: Sequence[Prompt], options: RequestOptions, label: str) -> tuple[Completion, ...]:
@@ -99,6 +107,7 @@ def run_reference(
         ready_timeout_s=engine.ready_timeout_s,
         log_dir=engine.log_dir,
         report=say,
+        kv_bytes=engine.kv_bytes,
         extra_args=engine.extra_args,
         **engine.common(),
     )
@@ -119,8 +128,9 @@ def build_candidate(engine: EngineOptions, say: Say) -> PDDeployment:
         connector=engine.connector,
         ready_timeout_s=engine.ready_timeout_s,
         log_dir=engine.log_dir,
-        prefill={"kv_bytes": engine.prefill_kv_bytes or engine.kv_bytes, "extra_args": engine.extra_args},
+        prefill={**engine.budget(engine.prefill_kv_bytes), "extra_args": engine.extra_args},
         decode={
+            **engine.budget(),
             "extra_args": (*engine.extra_args, *caching),
             "extra_env": {CORRUPT_VARIABLE: "1"} if engine.corrupt_received_kv else {},
         },

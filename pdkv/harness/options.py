@@ -90,6 +90,8 @@ def _add_engines(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--dtype", default="float32", help="default: %(default)s; 16 bits can tie two logits")
     group.add_argument("--kv-bytes", default="256MiB", metavar="SIZE", help="KV budget of an engine (%(default)s)")
     group.add_argument("--prefill-kv-bytes", metavar="SIZE", help="the same for prefill alone (default: --kv-bytes)")
+    group.add_argument("--engine-memory", metavar="SIZE",
+                       help="let prefill and decode size their caches by what warmup leaves of this")  # fmt: skip
     group.add_argument("--max-model-len", type=int, default=1024, help="default: %(default)s")
     group.add_argument("--block-size", type=int, default=32, help="tokens per block (default: %(default)s)")
     group.add_argument("--ready-timeout", type=float, default=ENGINE_READY_TIMEOUT_S, metavar="S",
@@ -168,6 +170,7 @@ def _engine(a: argparse.Namespace, extra_args: tuple[str, ...]) -> EngineOptions
         dtype=a.dtype,
         kv_bytes=parse_nbytes(a.kv_bytes),
         prefill_kv_bytes=parse_nbytes(a.prefill_kv_bytes) if a.prefill_kv_bytes else None,
+        engine_memory=parse_nbytes(a.engine_memory) if a.engine_memory else None,
         max_model_len=a.max_model_len,
         block_size=a.block_size,
         log_dir=a.log_dir,
