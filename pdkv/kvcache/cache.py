@@ -318,7 +318,10 @@ class GrowableKVCache:
             raise StateError(f"the KV cache is {what}: it has no committed views.")
 
     def _clamped(self, num_blocks: int) -> int:
-        blocks = as_integer(num_blocks)
+        try:
+            blocks = as_integer(num_blocks)
+        except TypeError:
+            raise CapacityError(f"a number of blocks is a whole number, not {num_blocks!r}.") from None
         if blocks < 0:
             raise CapacityError(f"a number of blocks is at least 0, not {blocks}.")
         return min(blocks, self.capacity_blocks)

@@ -144,7 +144,13 @@ class KVCacheConfig:
         return sum(self.segment_bytes_for(num_blocks, granule))
 
     def blocks_within(self, nbytes: int, granule: int) -> int:
-        """The most blocks whose :meth:`physical_bytes_for` is at most `nbytes`; between 0 and `num_blocks`."""
+        """The most blocks whose :meth:`physical_bytes_for` is at most `nbytes`; between 0 and `num_blocks`.
+
+        Raises:
+            CapacityError: `nbytes` is no whole number; nan, for one, would otherwise hold everything.
+        """
+        if not isinstance(nbytes, int):
+            raise CapacityError(f"a budget is a whole number of bytes, not {nbytes!r}.")
         counts = range(self.num_blocks + 1)
         return max(0, bisect_right(counts, nbytes, key=lambda count: self.physical_bytes_for(count, granule)) - 1)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from pdkv.errors import CapacityError, ConfigError
-from pdkv.kvcache.sizing_constants import GIB, SizingConstants, check_utilization
+from pdkv.kvcache.sizing_constants import GIB, MIB, SizingConstants, check_utilization
 
 _log = logging.getLogger(__name__)
 _DEFAULTS = SizingConstants()
@@ -288,7 +288,7 @@ def _agree(value: int, agree_minimum: AgreeMinimum | None) -> int:
 
 
 def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f} GiB"
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB // 8 else f"{nbytes / MIB:.1f} MiB"
 
 
 __all__ = [

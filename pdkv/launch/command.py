@@ -17,13 +17,15 @@ A decode engine differs in its ports and in ``"kv_role":"kv_consumer"``; on CUDA
 ``--kv-cache-memory-bytes`` is the final cache's budget; without it the cache is sized by what is free after warmup.
 The engine also reads these variables, all optional:
 
-==========================  ============================================================================
-``PDKV_CAPACITY_BLOCKS``    blocks to reserve address space for
-``PDKV_WARMUP_BLOCKS``      blocks to commit before warmup
-``PDKV_ENGINE_MEMORY``      bytes that the engine may use in all, KV cache included
-``PDKV_GRANULE``            smallest chunk in bytes; host memory only
-``PDKV_STATUS_DIR``         folder for the engine's status files; unset: none are written
-==========================  ============================================================================
+===========================  ===========================================================================
+``PDKV_CAPACITY_BLOCKS``     blocks to reserve address space for
+``PDKV_WARMUP_BLOCKS``       blocks to commit before warmup
+``PDKV_ENGINE_MEMORY``       bytes that the engine may use in all, KV cache included
+``PDKV_MEMORY_UTILIZATION``  on CUDA, the share of the card; only to ask for vLLM's default on purpose
+``PDKV_GRANULE``             smallest chunk in bytes; host memory only
+``PDKV_STATUS_DIR``          folder for the engine's status files; unset: none are written
+``PDKV_PROBE``               0 skips the bandwidth probe at start-up on CUDA
+===========================  ===========================================================================
 
 ``python -m vllm...api_server`` and not ``vllm serve``: the CPU build is a distribution of another name, and the command
 looks for the metadata of one called vllm.
@@ -39,6 +41,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pdkv.errors import ConfigError
+from pdkv.kvcache import require_block_multiple
 from pdkv.launch.machine import reachable_host
 from pdkv.launch.settings import EngineSettings
 from pdkv.registry import ConnectorEntry
@@ -51,6 +54,9 @@ WORKER_CLASSES = {
 STOCK_NIXL = ConnectorEntry(
     name="stock", vllm_class="NixlConnector", vllm_module_path="", summary="vLLM's own NIXL connector"
 )
+#: What vLLM's attention backends take, in tokens: CPU_ATTN multiples of 32, those of CUDA multiples of 16. vLLM itself
+#: would start all the same and split or round blocks where the peer does not.
+_BLOCK_MULTIPLES = {"cpu": 32, "cuda": 16}
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _PDKV_VARIABLES = {
     "PDKV_CAPACITY_BLOCKS": "capacity_blocks",
@@ -116,9 +122,12 @@ def engine_command(engine: EngineSettings, connector: ConnectorEntry | None, sta
         status_dir: folder for the engine's status files; None writes none. Stock engines write none.
 
     Raises:
-        ConfigError: `extra_args` holds a flag that the launcher sets itself.
+        ConfigError: `extra_args` holds a flag that the launcher sets itself, or the device's attention kernels do not
+            take blocks of that size.
     """
     _refuse_own_flags(engine.extra_args)
+    if engine.block_size is not None:
+        require_block_multiple(engine.block_size, _BLOCK_MULTIPLES[engine.device])
     argv = [sys.executable, "-m", API_SERVER, "--model", str(engine.model)]
     argv += ["--host", engine.host, "--port", str(engine.port)]
     if engine.device == "cpu":

@@ -192,5 +192,6 @@ def test_what_a_stale_read_does_where_nobody_checks(registered_pair: Pair, recor
     pair.owner.ask("fill", seed=2)
     got = pair.transfer("READ", "all", seed=2)
     record("stale read, unchecked", **got, old_bytes=got["outcome"] == "wrong")
-    # Anything may come out, the right bytes by luck included; what must not happen is that it cannot be told.
-    assert got["outcome"]
+    # Right bytes are luck: the emulation reads through the owner's addresses. Old bytes and errors are seen elsewhere;
+    # a transfer that never ends would be none of these.
+    assert got["outcome"] != "timeout"

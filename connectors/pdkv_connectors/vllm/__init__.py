@@ -10,7 +10,10 @@
 ``warmup``        a real forward on the committed prefix
 ``measure``       how many blocks fit beside what warmup really used
 ``rebind``        committed views in place of capacity views
+``utilization``   which share of a card was asked for, and who else is on it
 ``growth``        the order of the above, shared by all workers
+``agree``         the engine core's half: one block count for all ranks, the scheduler and the handshake
+``report``        what a worker writes of its cache into its status file
 ``worker``        the worker classes for ``--worker-cls``, by one module path
 ``cpu_worker``    vLLM's CPU worker, grown
 ``gpu_worker``    vLLM's CUDA worker, grown

@@ -85,6 +85,7 @@ def _positive(environment: Mapping[str, str], name: str) -> int | None:
     text = environment.get(name)
     if not text:
         return None
-    if not text.isascii() or not text.isdigit() or int(text) == 0:
+    # Longer ones name more bytes than there are addresses, and Python refuses to convert thousands of digits.
+    if not text.isascii() or not text.isdigit() or len(text) > 18 or int(text) == 0:
         raise ConfigError(f"{name} must be a whole number of at least 1, found {text!r}; correct it or unset it.")
     return int(text)
