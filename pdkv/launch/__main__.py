@@ -85,8 +85,11 @@ def run(argv: Sequence[str], stop: StopRequest) -> int:
     request = parse(argv)
     deployment = build(request, say, stop)
     if request.dry_run:
-        for command in deployment.commands:
-            print(f"# {command.name}\n{command.shell()}")
+        try:
+            for command in deployment.commands:
+                print(f"# {command.name}\n{command.shell()}", flush=True)
+        except OSError as error:
+            raise LaunchError(f"cannot write the commands to standard output: {error.strerror}.") from error
         return 0
     with deployment:
         if not stop():

@@ -121,7 +121,11 @@ def _add_cache_options(g: argparse._ArgumentGroup) -> None:
     g.add_argument("--connector", help=f"KV connector (default nixl-pull); installed: {connectors}")
     g.add_argument("--device", help=f"one of {', '.join(DEVICES)} (default auto: cuda where there is a GPU)")
     g.add_argument("--kv-bytes", metavar="SIZE", help="budget of the final KV cache, e.g. 256MiB (default: measured)")
-    g.add_argument("--engine-memory", metavar="SIZE", help="bytes the engine may use in all, KV cache included")
+    g.add_argument(
+        "--engine-memory",
+        metavar="SIZE",
+        help="bytes the engine may use in all, KV cache included (role pd shares 0.8 of the machine by default)",
+    )
     g.add_argument("--capacity-blocks", type=int, help="blocks to reserve address space for")
     g.add_argument("--warmup-blocks", type=int, help="blocks to commit before warmup")
     g.add_argument("--granule", metavar="SIZE", help="smallest chunk, host memory only (default 2MiB)")

@@ -19,7 +19,7 @@ from typing import Any
 from pdkv import registry
 from pdkv.errors import ConfigError, LaunchError
 from pdkv.launch.command import STOCK_NIXL, engine_command, proxy_command
-from pdkv.launch.machine import check_port, pick_free_ports, resolve, share_cpus
+from pdkv.launch.machine import check_port, pick_free_ports, resolve, share_cpus, share_memory
 from pdkv.launch.process import Report
 from pdkv.launch.settings import ENGINE_READY_TIMEOUT_S, EngineSettings, PDSettings, engine_settings
 from pdkv.launch.supervisor import Deployment, quiet, temporary_dir
@@ -40,7 +40,7 @@ class PDDeployment(Deployment):
     ) -> None:
         log_dir = settings.log_dir or temporary_dir()
         _refuse_shared_ports(settings)
-        prefill, decode = share_cpus([resolve(settings.prefill), resolve(settings.decode)])
+        prefill, decode = share_memory(share_cpus([resolve(settings.prefill), resolve(settings.decode)]))
         proxy_port = settings.proxy_port
         if proxy_port:
             check_port(settings.proxy_host, proxy_port)

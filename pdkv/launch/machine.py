@@ -10,8 +10,12 @@ from pathlib import Path
 
 from pdkv.errors import ConfigError
 from pdkv.launch.settings import EngineSettings, is_wildcard
+from pdkv.memory import open_driver
 from pdkv.sockets import bind, describe_bind_failure
 
+#: Of the host's or card's memory, what the engines of one deployment may use together; the rest is left to others.
+SHARED_MEMORY = 0.8
+UTILIZATION_VARIABLE = "PDKV_MEMORY_UTILIZATION"
 NVIDIA_DEVICE_NODE = Path("/dev/nvidiactl")  # made by the driver for every process that may use a GPU
 
 _picked: set[int] = set()
@@ -87,6 +91,28 @@ def share_cpus(engines: Sequence[EngineSettings]) -> tuple[EngineSettings, ...]:
     share = len(allowed) // len(wanting)
     shares = {id(e): allowed[i * share : (i + 1) * share] for i, e in enumerate(wanting)}
     return tuple(replace(e, cpus=",".join(map(str, shares[id(e)]))) if id(e) in shares else e for e in engines)
+
+
+def share_memory(engines: Sequence[EngineSettings]) -> tuple[EngineSettings, ...]:
+    """Give each engine that was told nothing of memory its part of what they share: the host, or one card.
+
+    An engine by itself takes what its machine has, so of two that start together one would find nothing left.
+    """
+    host = open_driver("host")
+    part = int(host.memory_info().total * SHARED_MEMORY / len(engines))
+    host.close()
+    return tuple(_with_memory(engine, part, SHARED_MEMORY / len(engines)) for engine in engines)
+
+
+def _with_memory(engine: EngineSettings, host_bytes: int, card_share: float) -> EngineSettings:
+    told = engine.kv_bytes or engine.engine_memory or "--gpu-memory-utilization" in " ".join(engine.extra_args)
+    if engine.kind != "pdkv" or told:
+        return engine
+    if engine.device == "cpu":
+        return replace(engine, engine_memory=host_bytes)
+    if {"CUDA_VISIBLE_DEVICES", UTILIZATION_VARIABLE} & set(engine.extra_env):
+        return engine
+    return replace(engine, extra_env={**engine.extra_env, UTILIZATION_VARIABLE: f"{card_share:g}"})
 
 
 def resolve(engine: EngineSettings) -> EngineSettings:

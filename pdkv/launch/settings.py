@@ -47,7 +47,8 @@ class EngineSettings:
         side_channel_port: 0 has a free one picked.
         device: ``auto`` is ``cuda`` where an NVIDIA device node exists, else ``cpu``.
         kv_bytes: budget of the final KV cache in bytes; None sizes it by what is free after warmup.
-        engine_memory: bytes that the engine may use in all, KV cache included; None is vLLM's share of the device.
+        engine_memory: bytes that the engine may use in all, KV cache included; None is vLLM's share of the device, and
+            in a deployment its part of 0.8 of the machine (:func:`pdkv.launch.machine.share_memory`).
         capacity_blocks: blocks to reserve address space for; None leaves it to the engine.
         warmup_blocks: blocks to commit before warmup; None leaves it to the engine.
         granule: bytes, a power of two of at least one memory page; host memory only.

@@ -65,6 +65,32 @@ def test_one_cpu_is_left_to_both_engines(monkeypatch):
     assert [e.cpus for e in machine.share_cpus(engines())] == [None, None]
 
 
+def test_engines_on_one_host_that_name_no_budget_share_its_memory():
+    total = machine.open_driver("host").memory_info().total
+    shared = machine.share_memory(engines())
+    assert [e.engine_memory for e in shared] == [int(total * 0.8 / 2)] * 2
+
+
+def test_engines_on_one_card_that_name_no_budget_share_it():
+    shared = machine.share_memory(engines(device="cuda"))
+    assert [(e.engine_memory, e.extra_env) for e in shared] == [(None, {"PDKV_MEMORY_UTILIZATION": "0.4"})] * 2
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"kv_bytes": 1 << 28},
+        {"engine_memory": 1 << 30},
+        {"extra_args": ["--gpu-memory-utilization", "0.3"]},
+        {"device": "cuda", "extra_env": {"CUDA_VISIBLE_DEVICES": "1"}},
+        {"kind": "stock-pd"},
+    ],
+)
+def test_engines_that_were_told_their_memory_keep_it(values):
+    given = engines(**values)
+    assert list(machine.share_memory(given)) == list(given)
+
+
 def test_one_port_for_two_servers_is_refused(model):
     settings = PDSettings.build(model, kind="stock-pd", device="cpu", proxy_port=8123, prefill={"port": 8123})
     with pytest.raises(ConfigError, match="port 8123 is given to more than one server"):
