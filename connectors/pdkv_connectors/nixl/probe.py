@@ -22,6 +22,8 @@ PROBE_NBYTES = 32 << 20
 #: The reader imports NIXL, and on CUDA makes a context; both take seconds on a busy machine.
 PROBE_TIMEOUT_S = 60.0
 _POLL_S = 0.0005
+#: For a killed process to be gone; one that hangs in a driver is not waited for longer.
+_END_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +70,17 @@ def measure_read(
         deadline = time.monotonic() + timeout_s
         while reader.poll() is None:
             if time.monotonic() > deadline:
-                raise ConnectorError(f"the NIXL probe read nothing within {timeout_s:g} s.")
+                raise ConnectorError(
+                    f"the NIXL probe read nothing within {timeout_s:g} s; see whether peers read at all, or skip the "
+                    "probe with PDKV_PROBE=0."
+                )
             agent.get_new_notifs()
             time.sleep(_POLL_S)
         output = reader.communicate()[0]
     finally:
         if reader.poll() is None:
             reader.kill()
-        reader.wait()
+        reader.wait(_END_TIMEOUT_S)
     return _report(output, job["nbytes"], reader.returncode)
 
 
