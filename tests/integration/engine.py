@@ -100,9 +100,15 @@ class EngineProcess:
         print(json.dumps({"do": do, **arguments}), file=self.process.stdin, flush=True)
         return self._reply(COMMAND_TIMEOUT_S)
 
-    def generate(self, prompts: list[list[int]], max_tokens: int = 16, transfer: list[Any] | None = None) -> list[Any]:
-        """Greedy tokens, and `kv_transfer_params` where the engine returns them."""
-        return list(self.ask("generate", prompts=prompts, max_tokens=max_tokens, transfer=transfer))
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int = 16,
+        transfer: list[Any] | None = None,
+        first_id: int | None = None,
+    ) -> list[Any]:
+        """Greedy tokens, and `kv_transfer_params` where the engine returns them; see `Engine.do_generate`."""
+        return list(self.ask("generate", prompts=prompts, max_tokens=max_tokens, transfer=transfer, first_id=first_id))
 
     def _reply(self, timeout_s: float) -> Any:
         deadline = time.monotonic() + timeout_s

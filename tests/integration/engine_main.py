@@ -81,10 +81,18 @@ class Engine:
     def worker(self) -> Any:
         return self.core.model_executor.driver_worker.worker
 
-    def do_generate(self, prompts: list[list[int]], max_tokens: int, transfer: list[Any] | None = None) -> Any:
-        """Greedy tokens for each prompt of token ids; `transfer` are kv_transfer_params, one a prompt."""
+    def do_generate(
+        self, prompts: list[list[int]], max_tokens: int, transfer: list[Any] | None = None, first_id: int | None = None
+    ) -> Any:
+        """Greedy tokens for each prompt of token ids; `transfer` are kv_transfer_params, one a prompt.
+
+        Requests are numbered from `first_id`. Push finds the two halves of a request by its id, which a proxy would
+        have given to both.
+        """
         from vllm import SamplingParams
 
+        if first_id is not None:
+            self.llm.request_counter.counter = first_id
         params = [
             SamplingParams(
                 max_tokens=max_tokens,

@@ -50,6 +50,8 @@ def test_prefill_and_decode_work_over_fixed_caches(hybrid: Path, tmp_path: Path)
         EngineProcess(hybrid, tmp_path / "p.log", **GROWABLE, **OPTIONS, **nixl_connector("kv_producer")) as prefill,
         EngineProcess(hybrid, tmp_path / "d.log", **GROWABLE, **OPTIONS, **nixl_connector("kv_consumer")) as decode,
     ):
+        # Prefill keeps blocks for 30 s without hearing of anybody who wants them; decode may start for longer.
+        decode.wait_ready()
         ask = {"do_remote_decode": True, "do_remote_prefill": False}
         answers = prefill.generate(PROMPTS, 1, [ask] * len(PROMPTS))
         found = decode.generate(PROMPTS, 16, [answer["transfer"] for answer in answers])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,13 +51,16 @@ def engines(
         yield prefill, decode
 
 
+_ids = itertools.count(1000, 100)
+
+
 def run_pd(prefill: EngineProcess, decode: EngineProcess, prompts: list[list[int]]) -> list[list[int]]:
-    """Each prompt through P, then D; the tokens of D."""
+    """Each prompt through P, then D, under the same request id; the tokens of D."""
     ask = {"do_remote_decode": True, "do_remote_prefill": False}
-    answers = prefill.generate(prompts, 1, [ask] * len(prompts))
-    return [
-        answer["tokens"] for answer in decode.generate(prompts, MAX_TOKENS, [answer["transfer"] for answer in answers])
-    ]
+    first_id = next(_ids)
+    answers = prefill.generate(prompts, 1, [ask] * len(prompts), first_id)
+    transfer = [answer["transfer"] for answer in answers]
+    return [answer["tokens"] for answer in decode.generate(prompts, MAX_TOKENS, transfer, first_id)]
 
 
 def test_pd_on_grown_caches_gives_the_tokens_of_a_stock_engine(

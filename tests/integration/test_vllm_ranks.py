@@ -62,6 +62,8 @@ def test_prefill_with_one_rank_feeds_decode_with_two(tiny: Path, tmp_path: Path)
         EngineProcess(tiny, tmp_path / "p.log", **OPTIONS, **GROWABLE, **nixl_connector("kv_producer")) as prefill,
         EngineProcess(tiny, tmp_path / "d.log", {"PDKV_STATUS_DIR": str(tmp_path / "d")}, **decode_options) as decode,
     ):
+        # Prefill keeps blocks for 30 s without hearing of anybody who wants them; decode may start for longer.
+        decode.wait_ready()
         ask = {"do_remote_decode": True, "do_remote_prefill": False}
         answers = prefill.generate(PROMPTS, 1, [ask] * len(PROMPTS))
         found = decode.generate(PROMPTS, 16, [answer["transfer"] for answer in answers])
