@@ -75,7 +75,12 @@ STEPS = (
     # Six at a time: engines spend most of their start importing. The last needs the card for itself.
     tests("vllm-pd", "test_vllm_pd.py", 240, "-k", "not leaves_free", "-n", "6"),
     tests("vllm-left-free", "test_vllm_pd.py", 180, "-k", "leaves_free"),
+)
+#: Run only where `--only` names them: together with the others they would take more than eight minutes, and the last
+#: one needs two cards.
+ON_REQUEST = (
     tests("vllm-sizing", "test_vllm_sizing.py", 420),
+    tests("vllm-tp2", "test_vllm_tp2.py", 300),
 )
 
 
@@ -147,14 +152,14 @@ def print_table(outcomes: list[Outcome]) -> None:
 
 
 def selected(only: str | None) -> list[Step]:
-    """The steps named in `only`, in the order of STEPS; all without it."""
+    """The steps named in `only`, in their order here; STEPS without it."""
     if only is None:
         return list(STEPS)
     wanted = only.split(",")
-    unknown = set(wanted) - {step.name for step in STEPS}
+    unknown = set(wanted) - {step.name for step in STEPS + ON_REQUEST}
     if unknown:
         sys.exit(f"gpu_all: there is no step {', '.join(sorted(unknown))}; --list names them all")
-    return [step for step in STEPS if step.name in wanted]
+    return [step for step in STEPS + ON_REQUEST if step.name in wanted]
 
 
 def main() -> int:
@@ -166,7 +171,7 @@ def main() -> int:
     parser.add_argument("--deadline", type=float, default=480.0, help="seconds for all steps together")
     arguments = parser.parse_args()
     if arguments.list:
-        for step in STEPS:
+        for step in STEPS + ON_REQUEST:
             print(f"{step.name:<14}{step.deadline_s:>6.0f} s  {shlex.join(step.command)}")
         return 0
     logs = arguments.logs or Path(tempfile.mkdtemp(prefix="pdkv-gpu-"))
