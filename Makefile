@@ -40,7 +40,7 @@ test: model ## all tests that need no GPU, real engines included (at most 25 min
 	$(PY) -m pytest -m "not gpu" --timeout $(TEST_TIMEOUT_S) --durations 15 $(ARGS)
 
 test-fast: setup-fast ## the tests that need no vLLM (under 2 minutes)
-	$(PY) -m pytest -m "not vllm and not gpu" --timeout 120 $(ARGS)
+	$(PY) -m pytest -m "not vllm and not gpu" --timeout 120 -n 2 --dist worksteal $(ARGS)
 
 lint: setup-fast ## ruff, mypy, import-linter
 	$(PY) -m ruff check .
