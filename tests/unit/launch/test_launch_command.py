@@ -29,6 +29,14 @@ def option(made: Command, name: str) -> str:
     return made.argv[made.argv.index(name) + 1]
 
 
+@pytest.mark.parametrize(("device", "block_size", "nearest"), [("cpu", 48, "32 or 64"), ("cuda", 24, "16 or 32")])
+def test_a_block_size_that_the_attention_kernels_do_not_take_is_refused_with_the_nearest_that_they_do(
+    device: str, block_size: int, nearest: str
+):
+    with pytest.raises(ConfigError, match=f"use {nearest} tokens"):
+        command(device=device, block_size=block_size)
+
+
 def test_a_growable_prefill_engine_on_the_cpu():
     made = command(kv_bytes="256MiB", status_dir=Path("/s"), warmup_blocks=4, capacity_blocks=99, granule="64KiB")
     assert made.argv[1:3] == ("-m", "vllm.entrypoints.openai.api_server")

@@ -15,6 +15,7 @@ from pdkv.transfer import (
     ConsumerSettings,
     Descriptor,
     EngineRef,
+    FailCode,
     Producer,
     ProducerSettings,
     Reference,
@@ -157,3 +158,16 @@ __all__ = [
     "Recompute",
     "descriptor",
 ]
+
+
+def failure(pair: Pair) -> FailCode:
+    """Why the one request that failed did."""
+    (action,) = pair.seen(Failed)
+    code: FailCode = action.code
+    return code
+
+
+def nothing_is_left(pair: Pair) -> bool:
+    """All blocks are back and nobody waits for anything."""
+    both = (pair.prefill, pair.decode)
+    return all(not e.holders() and e.quarantine.num_blocks == 0 and e.next_deadline() is None for e in both)
