@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from engine import EngineProcess, nixl_connector
-from random_llama import VOCABULARY, make_random_llama
+from random_llama import make_random_llama, vocabulary
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {
 }
 _random = random.Random(5)
 LENGTHS = (5, 15, 16, 17, 64, 130, 513, 1500)
-PROMPTS = [[_random.randrange(10, VOCABULARY) for _ in range(length)] for length in LENGTHS]
+PROMPTS = [[_random.randrange(10, vocabulary("wide")) for _ in range(length)] for length in LENGTHS]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ CASES = (
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model folder."""
-    return make_random_llama(tmp_path_factory.mktemp("llama"))
+    return make_random_llama(tmp_path_factory.mktemp("llama"), "wide")
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from engine import EngineFailed, EngineProcess
 from random_llama import make_random_llama
-from tiny_llama import make_tiny_llama
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -56,7 +55,7 @@ def card() -> Iterator[Callable[[], Any]]:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_llama(tmp_path_factory.mktemp("llama"))
+    return make_random_llama(tmp_path_factory.mktemp("llama"), "wide")
 
 
 def test_without_a_utilization_the_card_is_taken_and_no_other_engine_may_do_so_too(
@@ -107,7 +106,7 @@ def test_memory_that_warmup_takes_beyond_the_profile_fails_the_estimate_and_is_m
 def test_a_hybrid_model_gets_the_fixed_cache_of_a_stock_engine(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, card: Callable[[], Any], record: Callable[..., None]
 ) -> None:
-    hybrid = make_tiny_llama(tmp_path_factory.mktemp("hybrid"), hybrid=True)
+    hybrid = make_random_llama(tmp_path_factory.mktemp("hybrid"), "tiny", hybrid=True)
     blocks: dict[str, int] = {}
     answers: dict[str, Any] = {}
     for name, options in (("stock", {}), ("pdkv", GROWABLE)):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from engine import EngineProcess, nixl_connector
-from random_llama import VOCABULARY, make_random_llama
+from random_llama import make_random_llama, vocabulary
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -38,7 +38,7 @@ ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join([str(_INTEGRATION), os.environ.get("PYTHONPATH", "")]),
 }
 _random = random.Random(29)
-PROMPTS = [[_random.randrange(10, VOCABULARY) for _ in range(length)] for length in (5, 16, 17, 130, 513, 1500)]
+PROMPTS = [[_random.randrange(10, vocabulary("wide")) for _ in range(length)] for length in (5, 16, 17, 130, 513, 1500)]
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def _two_cards() -> None:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_llama(tmp_path_factory.mktemp("llama"))
+    return make_random_llama(tmp_path_factory.mktemp("llama"), "wide")
 
 
 def connector(role: str) -> dict[str, Any]:

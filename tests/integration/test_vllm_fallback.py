@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 from engine import GROWABLE, EngineProcess, nixl_connector
-from tiny_llama import VOCABULARY, make_tiny_llama
+from random_llama import make_random_llama, vocabulary
 
 pytestmark = pytest.mark.vllm
 
 KV_BYTES = 32 << 20
 _random = random.Random(11)
-PROMPTS = [[_random.randrange(10, VOCABULARY) for _ in range(length)] for length in (20, 64, 130, 300)]
+PROMPTS = [[_random.randrange(10, vocabulary("tiny")) for _ in range(length)] for length in (20, 64, 130, 300)]
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": KV_BYTES}
 
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("hybrid"), hybrid=True)
+    return make_random_llama(tmp_path_factory.mktemp("hybrid"), "tiny", hybrid=True)
 
 
 def test_a_hybrid_model_falls_back_to_a_fixed_cache_and_says_why(hybrid: Path, tmp_path: Path) -> None:

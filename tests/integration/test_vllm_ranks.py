@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from engine import GROWABLE, EngineProcess, nixl_connector
-from tiny_llama import VOCABULARY, make_tiny_llama
+from random_llama import make_random_llama, vocabulary
 
 pytestmark = pytest.mark.vllm
 
 BALLAST_BYTES = 512 << 20
 _random = random.Random(17)
-PROMPTS = [[_random.randrange(10, VOCABULARY) for _ in range(length)] for length in (20, 64, 130, 300)]
+PROMPTS = [[_random.randrange(10, vocabulary("tiny")) for _ in range(length)] for length in (20, 64, 130, 300)]
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 32 << 20}
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
@@ -24,7 +24,7 @@ ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.env
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("tiny"))
+    return make_random_llama(tmp_path_factory.mktemp("tiny"), "tiny")
 
 
 def workers(status: Path) -> list[dict[str, Any]]:
