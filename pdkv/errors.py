@@ -14,7 +14,10 @@
     ├── ConnectorError           a KV connector or its engine is not what pdkv needs
     │   ├── ProtocolError        a peer's message is malformed, too large, of another version, or not acceptable
     │   ├── SeamError            a private API of the engine is not where it is expected
-    │   └── StaleGenerationError a transfer names memory that has been replaced (I10)
+    │   ├── StaleGenerationError a transfer names memory that has been replaced (I10)
+    │   └── TransportError       a transport refused, or cannot do what was asked
+    │       ├── GeometryError    two caches do not fit together
+    │       └── TransferTimeoutError  a transfer or a peer took too long                 (also a TimeoutError)
     └── ProgramError             a program of pdkv cannot go on
         ├── LaunchError          an engine did not start, died, or missed its deadline
         └── HarnessError         a comparison could not be carried out
@@ -87,6 +90,18 @@ class StaleGenerationError(ConnectorError):
     """A transfer names a generation of the cache whose physical memory has been replaced since."""
 
 
+class TransportError(ConnectorError):
+    """A transport refused a registration, a peer or a transfer, or does not work on this machine."""
+
+
+class GeometryError(TransportError):
+    """The KV caches of two engines differ in what this transport cannot convert. The message names the difference."""
+
+
+class TransferTimeoutError(TransportError, TimeoutError):
+    """A transfer or a peer took too long. The transfer may still write: its destination belongs into quarantine."""
+
+
 class ProgramError(PdkvError):
     """A program of pdkv cannot go on. Its message is what the user reads."""
 
@@ -106,6 +121,7 @@ __all__ = [
     "DriverError",
     "DriverUnavailableError",
     "ExtentError",
+    "GeometryError",
     "HarnessError",
     "LaunchError",
     "LayoutError",
@@ -116,4 +132,6 @@ __all__ = [
     "SeamError",
     "StaleGenerationError",
     "StateError",
+    "TransferTimeoutError",
+    "TransportError",
 ]
