@@ -1,0 +1,139 @@
+"""Pairs of blocks as the fewest copies: runs of bytes that are contiguous on both sides and cross no extent (I6)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.errors import ExtentError
+from pdkv.transfer.blocks import BlockPair
+from pdkv.transfer.fit import paired_runs
+from pdkv.transfer.geometry import ByteRange, CacheGeometry, LayerRun
+
+Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """``nbytes[i]`` bytes from ``source[i]`` to ``destination[i]``, by destination; offsets from each cache's base.
+
+    Three int64 arrays of one length.
+    """
+
+    source: Array
+    destination: Array
+    nbytes: Array
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes of all copies."""
+        return int(self.nbytes.sum())
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        """``(source, destination, nbytes)`` of each."""
+        return zip(self.source.tolist(), self.destination.tolist(), self.nbytes.tolist(), strict=True)
+
+
+def copies_for(source: CacheGeometry, destination: CacheGeometry, pairs: Sequence[BlockPair]) -> Copies:
+    """What to copy for `pairs`: all layers of each, bytes as they are, neighbours on both sides merged.
+
+    The two caches hold the same bytes (:func:`pdkv.transfer.fit.require_same_bytes`) and the pairs were checked
+    (:func:`pdkv.transfer.checks.require_pairs`).
+
+    Raises:
+        ExtentError: a byte is in no extent of its side.
+    """
+    parts = []
+    for group in sorted({pair.group for pair in pairs}):
+        runs = _block_runs([(pair.source, pair.destination) for pair in pairs if pair.group == group])
+        for left, right in paired_runs(source, destination, group):
+            parts.append(_layer_copies(left, right, runs))
+    if not parts:
+        empty = np.empty(0, np.int64)
+        return Copies(empty, empty, empty)
+    merged = _merged(Copies(*(np.concatenate([getattr(part, name) for part in parts]) for name in Copies.__slots__)))
+    at_destination = _split(merged, merged.destination, destination.extents())
+    return _in_order(_split(at_destination, at_destination.source, source.extents()))
+
+
+def _block_runs(pairs: Sequence[tuple[int, int]]) -> Array:
+    """``[runs, 3]``: first source block, first destination block, and how many blocks follow each other on both."""
+    blocks = np.array(sorted(pairs, key=lambda pair: pair[1]), np.int64).reshape(-1, 2)
+    breaks = np.any(np.diff(blocks, axis=0) != 1, axis=1)
+    starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    counts = np.diff(np.concatenate((starts, [len(blocks)])))
+    return np.column_stack((blocks[starts], counts))
+
+
+def _layer_copies(left: LayerRun, right: LayerRun, runs: Array) -> Copies:
+    """The copies of all layers of two runs of equal count, not yet merged."""
+    dense = all(run.piece_nbytes == run.page_nbytes == run.block_stride for run in (left, right))
+    if dense:
+        first, lengths, piece = runs[:, :2], runs[:, 2] * left.page_nbytes, left.page_nbytes
+    else:
+        first, piece = _every_block(runs), min(left.piece_nbytes, right.piece_nbytes)
+        lengths = np.full(len(first), piece, np.int64)
+    sides = [_offsets(run, first[:, side], piece) for side, run in enumerate((left, right))]
+    shape = sides[0].shape
+    return Copies(sides[0].ravel(), sides[1].ravel(), np.broadcast_to(lengths[None, :, None], shape).ravel())
+
+
+def _every_block(runs: Array) -> Array:
+    """``[blocks, 2]``: each block of the runs by itself."""
+    within = np.arange(runs[:, 2].sum()) - np.repeat(np.cumsum(runs[:, 2]) - runs[:, 2], runs[:, 2])
+    every: Array = np.repeat(runs[:, :2], runs[:, 2], axis=0) + within[:, None]
+    return every
+
+
+def _offsets(run: LayerRun, blocks: Array, piece: int) -> Array:
+    """``[layers, blocks, pieces]``: where each piece of `piece` bytes begins; it divides the pieces of the run."""
+    layers = run.offset + np.arange(run.count, dtype=np.int64) * run.layer_stride
+    pieces = np.add.outer(
+        np.array(run.piece_offsets(), np.int64), np.arange(0, run.piece_nbytes, piece, dtype=np.int64)
+    )
+    offsets: Array = layers[:, None, None] + (blocks * run.block_stride)[None, :, None] + pieces.ravel()[None, None, :]
+    return offsets
+
+
+def _in_order(copies: Copies) -> Copies:
+    order = np.argsort(copies.destination, kind="stable")
+    return Copies(copies.source[order], copies.destination[order], copies.nbytes[order])
+
+
+def _merged(copies: Copies) -> Copies:
+    """Neighbours on both sides as one. No two destinations overlap, so that neighbours follow each other by order."""
+    copies = _in_order(copies)
+    breaks = (np.diff(copies.source) != copies.nbytes[:-1]) | (np.diff(copies.destination) != copies.nbytes[:-1])
+    starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    return Copies(copies.source[starts], copies.destination[starts], np.add.reduceat(copies.nbytes, starts))
+
+
+def _split(copies: Copies, side: Array, extents: Sequence[ByteRange]) -> Copies:
+    """Cut at the extents of one side; `side` is that side's offsets."""
+    begins = np.array([extent.offset for extent in extents], np.int64)
+    ends = begins + np.array([extent.nbytes for extent in extents], np.int64)
+    done = []
+    while True:
+        found = np.searchsorted(begins, side, side="right") - 1
+        room = ends[found] - side
+        if np.any(found < 0) or np.any(room <= 0):
+            raise ExtentError(
+                f"{int(np.sum((found < 0) | (room <= 0)))} range(s) of a transfer begin outside the committed prefix; "
+                "name committed blocks only, or handshake again."
+            )
+        now = np.minimum(room, copies.nbytes)
+        done.append(Copies(copies.source, copies.destination, now))
+        rest = copies.nbytes > now
+        if not rest.any():
+            break
+        side = (side + now)[rest]
+        copies = Copies((copies.source + now)[rest], (copies.destination + now)[rest], (copies.nbytes - now)[rest])
+    if len(done) == 1:
+        return done[0]
+    return Copies(*(np.concatenate([getattr(part, name) for part in done]) for name in Copies.__slots__))
