@@ -7,6 +7,7 @@
     │   ├── LayoutError          the KV cache layout cannot do what was asked
     │   └── CapacityError        a size or count is too small or too large
     ├── StateError               the call is not allowed in the present state    (also a RuntimeError)
+    │   └── LeasesHeldError      requests hold blocks of the KV cache; carries `holders`
     ├── DriverError              the operating system or GPU driver refused a memory call
     │   ├── DriverUnavailableError   this driver cannot work on this machine
     │   └── OutOfMemoryError     not enough physical memory; carries `wanted` and `free`   (also a MemoryError)
@@ -46,6 +47,18 @@ class CapacityError(ConfigError):
 
 class StateError(PdkvError, RuntimeError):
     """The call is not allowed in the present state, which the message names."""
+
+
+class LeasesHeldError(StateError):
+    """Requests hold blocks of the KV cache, so that its memory cannot go. Wait for them, or end them.
+
+    Attributes:
+        holders: their ids.
+    """
+
+    def __init__(self, message: str, *, holders: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.holders = holders
 
 
 class DriverError(PdkvError):
@@ -125,6 +138,7 @@ __all__ = [
     "HarnessError",
     "LaunchError",
     "LayoutError",
+    "LeasesHeldError",
     "OutOfMemoryError",
     "PdkvError",
     "ProgramError",
