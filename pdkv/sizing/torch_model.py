@@ -43,6 +43,8 @@ class RandomDecoder:
     def __init__(self, shape: ModelShape, device: str) -> None:
         import torch
 
+        if device == "cuda":  # torch's cap asks for a number
+            device = f"cuda:{torch.cuda.current_device()}"
         self.shape, self.device = shape, torch.device(device)
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_size

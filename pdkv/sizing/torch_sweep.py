@@ -9,6 +9,7 @@ On the CPU, for dry runs, the peak is that of the process, and nothing is capped
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 RESOLUTION_BYTES = 32 * MIB
+#: Equal steps in a row that are run. The allocator meets the same requests in each of them: the first may take new
+#: memory, the next show whether what it left is used again, and more of them show nothing.
+EQUAL_STEPS = 4
 
 
 class Peak(Protocol):
@@ -44,6 +48,12 @@ def steps_of(load: Load, max_num_batched_tokens: int) -> Iterator[list[int]]:
         yield step
     for _ in range(load.output_tokens):
         yield [1] * load.concurrency
+
+
+def telling_steps(load: Load, max_num_batched_tokens: int) -> Iterator[list[int]]:
+    """:func:`steps_of` without repetition: of equal steps in a row no more than :data:`EQUAL_STEPS`."""
+    for _, equal in itertools.groupby(steps_of(load, max_num_batched_tokens)):
+        yield from itertools.islice(equal, EQUAL_STEPS)
 
 
 def sweep_torch(
@@ -94,7 +104,7 @@ def _run(
 ) -> Point:
     began = time.monotonic()
     with meter.watch() as peak:
-        for step in steps_of(load, budget):
+        for step in telling_steps(load, budget):
             model.step(step)
     point = Point(load.prompt_tokens, load.output_tokens, load.concurrency, peak.nbytes, time.monotonic() - began)
     say(f"{load.concurrency} x {load.prompt_tokens} tokens: peak {point.peak_bytes / MIB:.0f} MiB")
@@ -119,7 +129,7 @@ def _holds(
     torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / now.total), model.device)
     try:
         for load in loads:
-            for step in steps_of(load, budget):
+            for step in telling_steps(load, budget):
                 model.step(step)
     except torch.OutOfMemoryError:
         say(f"margin {margin / MIB:.0f} MiB: out of memory")
@@ -185,4 +195,4 @@ class _HostMeter:
         return Baseline(resident, max(0, peak.nbytes - resident))
 
 
-__all__ = ["smallest_that_holds", "steps_of", "sweep_torch"]
+__all__ = ["smallest_that_holds", "steps_of", "sweep_torch", "telling_steps"]

@@ -16,7 +16,7 @@ from pdkv.kvcache.sizing_constants import GIB, MIB, SizingConstants
 from pdkv.sizing.__main__ import EXIT_ERROR, EXIT_HOLDS, EXIT_TOO_SMALL, main
 from pdkv.sizing.engine_sweep import Load, baseline_of, prompts_of
 from pdkv.sizing.fit import Baseline, Point, fit, margin_bytes
-from pdkv.sizing.torch_sweep import smallest_that_holds, steps_of
+from pdkv.sizing.torch_sweep import EQUAL_STEPS, smallest_that_holds, steps_of, telling_steps
 from pdkv.sizing.watch import PrivatePeak
 
 pytestmark = pytest.mark.cpu
@@ -73,6 +73,12 @@ class TestSteps:
     def test_prompts_are_chunked_by_the_budget_and_then_each_request_decodes(self) -> None:
         steps = list(steps_of(Load(prompt_tokens=50, output_tokens=2, concurrency=3), 64))
         assert steps == [[50, 14], [36, 28], [22], [1, 1, 1], [1, 1, 1]]
+
+    def test_of_equal_steps_in_a_row_only_the_first_few_are_run_and_each_other_step_is(self) -> None:
+        load = Load(prompt_tokens=64, output_tokens=9, concurrency=7)
+        assert list(telling_steps(load, 64)) == [[64]] * EQUAL_STEPS + [[1] * 7] * EQUAL_STEPS
+        short = Load(prompt_tokens=50, output_tokens=2, concurrency=3)
+        assert list(telling_steps(short, 64)) == list(steps_of(short, 64))
 
     def test_the_bisection_finds_the_least_margin_and_tries_few(self) -> None:
         tried: list[int] = []
