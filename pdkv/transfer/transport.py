@@ -6,7 +6,8 @@ be checked is checked before anything is posted: the peer's generation, block id
 whether bytes of one cache mean the same in the other (or can be converted on the way).
 
 Transports: ``inproc`` (both caches in one process; for tests), and in `pdkv_connectors`: ``nixl``, ``ipc``, ``ucx``.
-`pdkv.testing.check_transport` is the executable form of this contract.
+:class:`pdkv.transfer.base.TransportBase` has what they share. `pdkv.testing.check_transport` is the executable form of
+this contract.
 
 One thread drives a transport. No call waits but :meth:`Transfer.wait`, :meth:`Transport.connect` and
 :meth:`Transport.close`, which have deadlines.
@@ -14,16 +15,22 @@ One thread drives a transport. No call waits but :meth:`Transfer.wait`, :meth:`T
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from pdkv.errors import TransferTimeoutError
 from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.messages import EngineRef
 
 if TYPE_CHECKING:
     from pdkv.kvcache import GrowableKVCache
+
+#: A transfer is polled after this, then after twice as long each time, up to the longest: small ones take microseconds.
+SHORTEST_PAUSE_S = 20e-6
+LONGEST_PAUSE_S = 1e-3
 
 
 class TransferState(StrEnum):
@@ -44,13 +51,23 @@ class Transfer(ABC):
     def poll(self) -> TransferState:
         """The state now, after making what progress can be made without waiting."""
 
-    @abstractmethod
     def wait(self, timeout_s: float) -> TransferState:
         """Poll, with back-off, until the transfer has ended.
 
         Raises:
             TransferTimeoutError: it still runs. Its destination may still be written: quarantine the blocks.
         """
+        deadline, pause_s = time.monotonic() + timeout_s, SHORTEST_PAUSE_S
+        while (state := self.poll()) is TransferState.RUNNING:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TransferTimeoutError(
+                    f"a transfer has not ended within {timeout_s:g} s; it may still write, so keep its destination "
+                    "blocks out of use until it has ended or its transport is closed."
+                )
+            time.sleep(min(pause_s, left))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        return state
 
     @abstractmethod
     def abandon(self) -> bool:
@@ -72,14 +89,18 @@ class Transport(ABC):
     converts: bool
 
     @abstractmethod
-    def register(self, cache: GrowableKVCache, engine: EngineRef) -> None:
+    def register(
+        self, cache: GrowableKVCache, engine: EngineRef, *, groups: Sequence[Sequence[str]] | None = None
+    ) -> None:
         """Register the extents of the committed prefix, each by itself (I5, I6). Once until :meth:`unregister`.
 
         Args:
             engine: this engine, in the generation of its memory; peers name it in what they post (I10).
+            groups: names of the layers of each KV-cache group; by default all layers are one group.
 
         Raises:
-            StateError: registered already.
+            StateError: registered already, closed, or nothing is committed.
+            ConfigError: the groups do not name each layer once.
             TransportError: the transport refused.
         """
 
@@ -91,32 +112,45 @@ class Transport(ABC):
         by itself, it destroys its agent.
 
         Raises:
-            StateError: a transfer still runs.
+            StateError: a transfer of this side still runs.
         """
 
     @abstractmethod
     def describe(self) -> bytes:
-        """What a peer needs to connect: its geometry and the transport's own, at most 1 MiB. Opaque to the caller."""
+        """What a peer needs to connect: its geometry and the transport's own, at most 1 MiB. Opaque to the caller.
+
+        Raises:
+            StateError: nothing is registered.
+        """
 
     @abstractmethod
     def connect(self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0) -> None:
         """Make `peer` reachable by what its :meth:`describe` returned. One of an older generation is dropped.
 
+        Transfers that run with the older one go on to their end.
+
         Raises:
+            StateError: nothing is registered here.
             GeometryError: the caches do not fit together; the message names the first difference.
-            TransportError: the metadata is not this transport's, or the peer cannot be reached from here.
+            ProtocolError: the metadata is malformed.
+            TransportError: it is another transport's, or the peer cannot be reached from here.
+            StaleGenerationError: it is of another engine or generation than `peer`, or a newer one is connected.
             TransferTimeoutError: the peer did not answer.
         """
 
     @abstractmethod
     def disconnect(self, engine_id: str) -> None:
-        """Forget a peer in every generation, and let go of what was imported from it. Idempotent."""
+        """Forget a peer in every generation, and let go of what was imported from it. Idempotent.
+
+        Transfers that run with it go on to their end, and only then is it let go of.
+        """
 
     @abstractmethod
     def read(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
         """Post a READ of the peer's `source` blocks into our `destination` blocks, all layers of each group.
 
         Raises:
+            StateError: nothing is registered here.
             StaleGenerationError: the peer is connected in another generation, or not at all.
             ProtocolError: a block id is not committed on its side, or occurs twice as a destination.
             TransportError: the transport does not take it.
@@ -126,9 +160,19 @@ class Transport(ABC):
     def write(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
         """Post a WRITE of our `source` blocks into the peer's `destination` blocks. Raises as :meth:`read` does."""
 
+    def progress(self) -> None:
+        """Serve peers, as far as that takes this side's part: what they read and write goes on while this is called.
+
+        To be called often while peers may read or write here, from the thread that drives the transport.
+        """
+        return
+
     @abstractmethod
     def describe_state(self) -> dict[str, Any]:
-        """For operators: name, registered extents and bytes, peers, what is really used below, what ran and failed."""
+        """For operators: what is registered, who is connected, what is really used below, what ran and failed.
+
+        Plain values. "transport" is the name, "registered" whether something is, "peers" the engine ids.
+        """
 
     @abstractmethod
     def close(self, *, timeout_s: float = 5.0) -> None:

@@ -1,0 +1,276 @@
+"""What transports share: registration, peers, checks before posting, transfers that run, and their counts.
+
+A transport derives from :class:`TransportBase` and does the moving in the methods whose names begin with ``_do_``.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+
+import msgspec
+
+from pdkv.errors import GeometryError, PdkvError, ProtocolError, StaleGenerationError, StateError, TransportError
+from pdkv.transfer.blocks import BlockPair
+from pdkv.transfer.checks import Connection, Connections, require_pairs
+from pdkv.transfer.fit import model_difference, require_same_bytes
+from pdkv.transfer.geometry import CacheGeometry
+from pdkv.transfer.messages import MAX_METADATA_NBYTES, EngineRef
+from pdkv.transfer.transport import Transfer, TransferState, Transport
+
+if TYPE_CHECKING:
+    from pdkv.kvcache import GrowableKVCache
+
+logger = logging.getLogger(__name__)
+
+L = TypeVar("L")  # what a transport keeps of a peer
+
+
+class Metadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What :meth:`Transport.describe` returns, encoded. `own` is the transport's."""
+
+    transport: Annotated[str, msgspec.Meta(max_length=64)]
+    engine: EngineRef
+    geometry: bytes
+    own: bytes = b""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Metadata)
+
+
+class PostedTransfer(Transfer):
+    """A transfer of a :class:`TransportBase`; subclasses say in :meth:`_look` how it stands."""
+
+    def __init__(self, transport: TransportBase[Any], connection: Connection[Any], nbytes: int) -> None:
+        self.connection = connection
+        self.nbytes = nbytes
+        self._transport = transport
+        self._state = TransferState.RUNNING
+
+    def poll(self) -> TransferState:
+        if self._state is TransferState.RUNNING:
+            state = self._look()
+            if state is not TransferState.RUNNING:
+                self.end(state, self.reason)
+        return self._state
+
+    def abandon(self) -> bool:
+        self._transport.counts["abandoned"] += 1
+        return self.poll() is not TransferState.RUNNING
+
+    def end(self, state: TransferState, reason: str = "") -> None:
+        """It has ended, for certain: nothing of it touches memory any more."""
+        if self._state is TransferState.RUNNING:
+            self._state, self.reason = state, reason
+            self._transport.transfer_ended(self)
+
+    @abstractmethod
+    def _look(self) -> TransferState:
+        """The state now, without waiting. Where it is FAILED, :attr:`reason` has been set."""
+
+
+class TransportBase(Transport, Generic[L]):
+    """See the module's docstring. `geometry` is this cache's, while one is registered."""
+
+    can_read = True
+    can_write = True
+    converts = False
+
+    def __init__(self) -> None:
+        self.engine: EngineRef | None = None
+        self.geometry: CacheGeometry | None = None
+        self.cache: GrowableKVCache | None = None
+        #: By what happened: reads, writes, bytes, failed, abandoned, connects, refused.
+        self.counts: Counter[str] = Counter()
+        self._connections: Connections[L] = Connections()
+        self._running: set[PostedTransfer] = set()
+        self._leaving: list[Connection[L]] = []
+        self._closed = False
+
+    # For subclasses to do. A failed one leaves everything as it was.
+
+    @abstractmethod
+    def _do_register(self, cache: GrowableKVCache, geometry: CacheGeometry, engine: EngineRef) -> None:
+        """Register each extent."""
+
+    @abstractmethod
+    def _do_unregister(self) -> None:
+        """Undo :meth:`_do_register`, peers being disconnected; when it returns nobody reaches the memory."""
+
+    @abstractmethod
+    def _do_describe(self) -> bytes:
+        """The transport's own part of the metadata."""
+
+    @abstractmethod
+    def _do_connect(self, peer: EngineRef, geometry: CacheGeometry, own: bytes, timeout_s: float) -> L:
+        """What is to be kept of a peer that fits."""
+
+    @abstractmethod
+    def _do_disconnect(self, connection: Connection[L]) -> None:
+        """Let go of a peer; no transfer with it runs."""
+
+    @abstractmethod
+    def _do_post(self, connection: Connection[L], pairs: Sequence[BlockPair], *, reads: bool) -> PostedTransfer:
+        """Start to move pairs that were checked."""
+
+    def _do_stop(self, timeout_s: float) -> None:
+        """End, by force, what still runs; :meth:`close` calls it, and then ends the transfers as failed."""
+        return
+
+    # The contract.
+
+    def register(
+        self, cache: GrowableKVCache, engine: EngineRef, *, groups: Sequence[Sequence[str]] | None = None
+    ) -> None:
+        if self._closed:
+            raise StateError(f"the {self.name} transport is closed; make a new one.")
+        if self.engine is not None:
+            raise StateError(f"the {self.name} transport has registered a cache already; unregister() it first.")
+        geometry = CacheGeometry.of(cache, groups)
+        self._do_register(cache, geometry, engine)
+        self.cache, self.engine, self.geometry = cache, engine, geometry
+
+    def unregister(self) -> None:
+        if self.engine is None:
+            return
+        self._poll_running()
+        if self._running:
+            raise StateError(
+                f"{len(self._running)} transfers of the {self.name} transport still run; wait until they have ended, "
+                "or close() it."
+            )
+        self._drop_everything()
+
+    def describe(self) -> bytes:
+        engine, geometry = self._require_registered()
+        frame = _encoder.encode(Metadata(self.name, engine, geometry.encode(), self._do_describe()))
+        if len(frame) > MAX_METADATA_NBYTES:
+            raise TransportError(
+                f"the {self.name} transport's metadata takes {len(frame)} bytes, {MAX_METADATA_NBYTES} are allowed; "
+                "commit with defragment=True, so that there are fewer extents."
+            )
+        return frame
+
+    def connect(self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0) -> None:
+        ours = self._require_registered()[1]
+        try:
+            geometry, own = self._read_metadata(peer, metadata)
+            self._require_fit(ours, geometry)
+            self._connections.require_not_older(peer)
+            connection = Connection(peer, geometry, self._do_connect(peer, geometry, own, timeout_s))
+        except PdkvError:
+            self.counts["refused"] += 1
+            raise
+        self.disconnect(peer.engine_id)
+        self._connections.add(connection)
+        self.counts["connects"] += 1
+
+    def disconnect(self, engine_id: str) -> None:
+        connection = self._connections.drop(engine_id)
+        if connection is not None:
+            self._leaving.append(connection)
+            self._let_go()
+
+    def read(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
+        return self._post(peer, pairs, reads=True)
+
+    def write(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
+        return self._post(peer, pairs, reads=False)
+
+    def describe_state(self) -> dict[str, Any]:
+        geometry = self.geometry
+        extents = geometry.extents() if geometry is not None else ()
+        return {
+            "transport": self.name,
+            "registered": geometry is not None,
+            "generation": self.engine.generation if self.engine is not None else None,
+            "extents": len(extents),
+            "registered_nbytes": sum(extent.nbytes for extent in extents),
+            "peers": [connection.peer.engine_id for connection in self._connections.all()],
+            "running": len(self._running),
+            **dict(self.counts),
+        }
+
+    def close(self, *, timeout_s: float = 5.0) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._poll_running()
+        if self._running:
+            self._do_stop(timeout_s)
+            for transfer in list(self._running):
+                transfer.end(TransferState.FAILED, "the transport was closed under the transfer")
+        if self.engine is not None:
+            self._drop_everything()
+
+    # Parts.
+
+    def transfer_ended(self, transfer: PostedTransfer) -> None:
+        """Called by a transfer, once."""
+        self._running.discard(transfer)
+        if transfer.poll() is TransferState.FAILED:
+            self.counts["failed"] += 1
+            logger.warning("A %s transfer of %d bytes failed: %s", self.name, transfer.nbytes, transfer.reason)
+        else:
+            self.counts["bytes"] += transfer.nbytes
+        self._let_go()
+
+    def _post(self, peer: EngineRef, pairs: Sequence[BlockPair], *, reads: bool) -> Transfer:
+        ours = self._require_registered()[1]
+        if not (self.can_read if reads else self.can_write):
+            raise TransportError(f"the {self.name} transport cannot {'read' if reads else 'write'}; use another one.")
+        connection = self._connections.get(peer)
+        source, destination = (connection.geometry, ours) if reads else (ours, connection.geometry)
+        require_pairs(pairs, source, destination)
+        transfer = self._do_post(connection, pairs, reads=reads)
+        self.counts["reads" if reads else "writes"] += 1
+        self._running.add(transfer)
+        return transfer
+
+    def _require_registered(self) -> tuple[EngineRef, CacheGeometry]:
+        if self.engine is None or self.geometry is None:
+            raise StateError(f"no cache is registered with the {self.name} transport; register() one first.")
+        return self.engine, self.geometry
+
+    def _read_metadata(self, peer: EngineRef, metadata: bytes) -> tuple[CacheGeometry, bytes]:
+        if len(metadata) > MAX_METADATA_NBYTES:
+            raise ProtocolError(f"a peer's metadata has {len(metadata)} bytes, more than {MAX_METADATA_NBYTES}.")
+        try:
+            found = _decoder.decode(metadata)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ProtocolError(f"a peer's transport metadata is not valid: {error}") from error
+        if found.transport != self.name:
+            raise TransportError(f"the peer's transport is {found.transport!r}, this one {self.name!r}; use the same.")
+        if found.engine != peer:
+            raise StaleGenerationError(
+                f"the metadata is of engine {found.engine.engine_id!r} in generation {found.engine.generation}, not of "
+                f"{peer.engine_id!r} in {peer.generation}; handshake again."
+            )
+        return CacheGeometry.decode(found.geometry), found.own
+
+    def _require_fit(self, ours: CacheGeometry, theirs: CacheGeometry) -> None:
+        if not self.converts:
+            require_same_bytes(ours, theirs)
+        elif (difference := model_difference(ours, theirs)) is not None:
+            raise GeometryError(f"{difference} Run the same model with the same grouping on both sides.")
+
+    def _poll_running(self) -> None:
+        for transfer in list(self._running):
+            transfer.poll()
+
+    def _let_go(self) -> None:
+        """Disconnect those who are to go and with whom nothing runs any more."""
+        busy = {id(transfer.connection) for transfer in self._running}
+        for connection in [connection for connection in self._leaving if id(connection) not in busy]:
+            self._leaving.remove(connection)
+            self._do_disconnect(connection)
+
+    def _drop_everything(self) -> None:
+        for connection in self._connections.all():
+            self.disconnect(connection.peer.engine_id)
+        self._do_unregister()
+        self.cache = self.engine = self.geometry = None
