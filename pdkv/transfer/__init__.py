@@ -13,8 +13,9 @@ from pdkv.transfer.clock import Clock, SystemClock
 from pdkv.transfer.consumer import Consumer
 from pdkv.transfer.consumer_state import ConsumerSettings
 from pdkv.transfer.counters import Counters
+from pdkv.transfer.issued import ReferenceSettings
 from pdkv.transfer.leases import LeaseSettings, LeaseTable, Renewer
-from pdkv.transfer.messages import Compatibility, Descriptor, EngineRef, FailCode, TransferKey, decode, encode
+from pdkv.transfer.messages import Claim, Compatibility, Descriptor, EngineRef, FailCode, TransferKey, decode, encode
 from pdkv.transfer.producer import Producer
 from pdkv.transfer.producer_books import ProducerSettings
 from pdkv.transfer.quarantine import Quarantine, QuarantineSettings
@@ -24,6 +25,7 @@ __all__ = [
     "Admission",
     "BlockPair",
     "BlockRun",
+    "Claim",
     "Clock",
     "Compatibility",
     "Consumer",
@@ -39,6 +41,7 @@ __all__ = [
     "Quarantine",
     "QuarantineSettings",
     "Reference",
+    "ReferenceSettings",
     "Renewer",
     "Room",
     "SystemClock",

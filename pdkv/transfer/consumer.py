@@ -83,7 +83,8 @@ class Consumer(ConsumerLoading):
             return
         now = self._clock.monotonic()
         key = self._new_key(reference.request_id)
-        request = Request(request_id, reference, key, deadline=now + self._settings.wait_s, heard_at=now)
+        claim = reference.claim(key.transfer_id)
+        request = Request(request_id, reference, key, claim, deadline=now + self._settings.wait_s, heard_at=now)
         self._requests[request_id] = self._by_key[key] = request
         if num_tokens != reference.num_tokens:
             reason = f"the prompt has {num_tokens} tokens on D and {reference.num_tokens} on P"

@@ -83,7 +83,8 @@ class ConsumerBooks(Endpoint):
 
     def _to_prefill(self, kind: type[K], request: Request, **fields: Any) -> K:
         """A message about the request's present transfer."""
-        return kind(sender=self.me, receiver=request.reference.engine, key=request.key, floor=self._floor(), **fields)
+        floor, claim, receiver = self._floor(), request.claim, request.reference.engine
+        return kind(sender=self.me, receiver=receiver, key=request.key, floor=floor, claim=claim, **fields)
 
     def _need_peer(self, engine: EngineRef) -> None:
         if self._peers.get(engine) is None and engine.engine_id not in self._handshakes:

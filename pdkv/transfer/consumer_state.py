@@ -8,7 +8,7 @@ from typing import Literal
 
 from pdkv.transfer.blocks import BlockRun
 from pdkv.transfer.endpoint import EndpointSettings
-from pdkv.transfer.messages import TransferKey
+from pdkv.transfer.messages import Claim, TransferKey
 from pdkv.transfer.reference import Reference
 
 
@@ -56,6 +56,7 @@ class Request:
     Attributes:
         request_id: D's own; `key.request_id` is P's.
         key: the present attempt.
+        claim: what P is shown of the reference in every message.
         runs: destination blocks, one run per KV-cache group, from `allocated` until they are let go.
         deadline: when the present phase has lasted too long.
         heard_at: when the last question was asked that P has answered.
@@ -66,6 +67,7 @@ class Request:
     request_id: str
     reference: Reference
     key: TransferKey
+    claim: Claim
     deadline: float
     heard_at: float
     phase: Phase = Phase.WAITING

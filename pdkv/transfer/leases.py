@@ -59,8 +59,6 @@ class Lease:
         blocks: one run per KV-cache group.
         num_tokens: tokens of the prompt, compared with D's.
         ranks: how many ranks of D take from this P rank; the lease ends with the last of them.
-        claims: the D engine that takes the blocks, by rank. Another one with the same reference, as after a retry by
-            whoever routes, is refused: each could end the lease under the other's transfer.
         revoked: it runs out, but is not renewed.
     """
 
@@ -70,7 +68,6 @@ class Lease:
     ranks: int
     expires_at: float
     ended_ranks: set[int] = field(default_factory=set)
-    claims: dict[int, str] = field(default_factory=dict)
     revoked: bool = False
 
 
@@ -122,16 +119,6 @@ class LeaseTable:
         if not lease.revoked:
             lease.expires_at = max(lease.expires_at, now + self._settings.extension_s)
         return lease.expires_at - now
-
-    def claim(self, request_id: str, rank: int, engine_id: str) -> bool:
-        """Whether this engine may take the blocks for this rank of D: the first that asks. False without a lease."""
-        lease = self.get(request_id)
-        return lease is not None and lease.claims.setdefault(rank, engine_id) == engine_id
-
-    def is_claimed_by_another(self, request_id: str, rank: int, engine_id: str) -> bool:
-        """Whether another engine takes the blocks for this rank."""
-        lease = self._leases.get(request_id)
-        return lease is not None and lease.claims.get(rank, engine_id) != engine_id
 
     def rank_ended(self, request_id: str, rank: int) -> bool:
         """One rank of D wants no more of it; True if that was the last one. Idempotent."""

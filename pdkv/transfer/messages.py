@@ -45,6 +45,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Runs = Annotated[tuple[BlockRun, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class TransferKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -59,6 +60,20 @@ class TransferKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     request_id: Name
     transfer_id: Count
     rank: Rank
+
+
+class Claim(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What D shows P of its reference: P issued it, it is unaltered, and this is its one use.
+
+    Attributes:
+        digest: over all fields of the reference as D has them.
+        mac: the reference's own, by which P knows the digest again.
+        use: the same in all messages about one use of the reference, another one in another use by the same engine.
+    """
+
+    digest: Digest
+    mac: Digest
+    use: Count
 
 
 class EngineRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -102,6 +117,8 @@ class FailCode(StrEnum):
     LEASE_LOST = "lease_lost"  # P does not hold the blocks any more, or may not
     BAD_BLOCKS = "bad_blocks"  # ids out of range, used twice, or indices that do not match
     REPLAYED = "replayed"  # a reference or a transfer id that was used before
+    FORGED = "forged"  # a reference that P did not issue, or not so
+    EXPIRED = "expired"  # a reference that nobody used in time
     NO_ROOM = "no_room"  # a bounded table is full
     POST_FAILED = "post_failed"  # the transport would not take the transfer
     TRANSFER_FAILED = "transfer_failed"  # the transport took it and reported an error
@@ -148,9 +165,14 @@ class Refuse(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
 
 
 class Keyed(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A message about one transfer."""
+    """A message about one transfer.
+
+    Attributes:
+        claim: from D, in all but ACK: its right to ask. Without it P gives and ends nothing. None from P.
+    """
 
     key: TransferKey
+    claim: Claim | None = None
     #: Whether the sender repeats it until it is acknowledged.
     reliable: ClassVar[bool] = True
 

@@ -48,6 +48,19 @@ class Producer(ProducerBooks):
 
     # From the engine.
 
+    def expect(self, request_id: str, num_tokens: int, *, ranks: int = 1) -> Reference:
+        """A reference to a request whose prefill has yet to end, so that D can register early (push).
+
+        Args:
+            num_tokens, ranks: as in :meth:`prefilled`.
+
+        Raises:
+            StateError: asleep, or a reference to this request was issued already.
+        """
+        if self.asleep:
+            raise StateError("the engine is asleep; wake it before it expects a request.")
+        return self._references.issue(self.me, request_id, num_tokens, ranks=ranks)
+
     def prefilled(self, request_id: str, blocks: Sequence[BlockRun], num_tokens: int, *, ranks: int = 1) -> Reference:
         """The prompt's KV is complete: keep its blocks for D under a lease.
 
@@ -64,15 +77,15 @@ class Producer(ProducerBooks):
         """
         if self.asleep:
             raise StateError("the engine is asleep, its blocks have no memory; wake it before a request is prefilled.")
-        reference = Reference(engine=self.me, request_id=request_id, num_tokens=num_tokens, blocks=tuple(blocks))
         unwanted = self._unwanted.pop(request_id, set())
         try:
             self._leases.grant(request_id, blocks, num_tokens, ranks=ranks)
+            reference = self._references.issue(self.me, request_id, num_tokens, tuple(blocks), ranks=ranks)
         except CapacityError:
             self.counters.count("lease_table_full")
             self._free(request_id, block_ids(blocks))
             self._fail_early(request_id, FailCode.NO_ROOM, "prefill holds as many leases as it may")
-            return reference
+            return self._references.issue(self.me, request_id, num_tokens, tuple(blocks), ranks=ranks)
         self.counters.count("leases")
         if not block_ids(blocks):
             self._end_lease(request_id, "leases_without_blocks")
@@ -92,6 +105,7 @@ class Producer(ProducerBooks):
         self._fail_early(request_id, FailCode.PREFILL_ABORTED, reason)
         if self._leases.state(request_id) is LeaseState.UNKNOWN:
             self._leases.note_ended(request_id)
+            self._references.over(request_id)
             return
         takers = self._takers.get(request_id, {})
         if not takers:
@@ -149,7 +163,10 @@ class Producer(ProducerBooks):
             case Done() | Fail() | Abort():
                 self.counters.count(f"received_{type_of(message).lower()}")
                 self._transfer_over(message)
-                self._rank_ended(message.key.request_id, message.key.rank, message.sender.engine_id)
+                if (refusal := self._references.check(message)) is None:
+                    self._rank_ended(message.key.request_id, message.key.rank)
+                else:
+                    self.counters.count(f"refused_{refusal[0]}")
             case Ack():
                 self._acknowledged(message)
             case _:
@@ -221,10 +238,10 @@ class Producer(ProducerBooks):
         self._send(refuse)
 
     def _renew(self, message: Renew) -> None:
-        if self._refused_by_state(message):
+        if self._is_refused(message):
             return
         request_id = message.key.request_id
-        state = self._claim(message)
+        state = self._leases.state(request_id)
         remaining_s = self._leases.renew(request_id) if state is LeaseState.LIVE else 0.0
         if state is LeaseState.LIVE:
             takers = self._takers[request_id]
@@ -248,10 +265,10 @@ class Producer(ProducerBooks):
             self.counters.count("repeated_registrations")
             self._ack(message)
             return
-        if self._refused_by_state(message):
+        if self._is_refused(message):
             return
         self._ack(message)
-        state = self._claim(message)
+        state = self._leases.state(key.request_id)
         if state is LeaseState.LIVE:
             self._start_write(message)
         elif state is LeaseState.ENDED:
@@ -265,7 +282,7 @@ class Producer(ProducerBooks):
     def _start_write(self, register: Register) -> None:
         """Check everything before a descriptor is posted; what does not fit fails this request only."""
         key, lease = register.key, self._leases.get(register.key.request_id)
-        if lease is None or self._claim(register) is not LeaseState.LIVE:
+        if lease is None:
             self._fail(register, FailCode.LEASE_LOST, "the lease of this request has ended")
             return
         peer = self._peers.get(register.sender)
@@ -286,5 +303,6 @@ class Producer(ProducerBooks):
     def _acknowledged(self, message: Ack) -> None:
         if not self._outbox.acknowledged(message.key, message.of):
             self.counters.count("late_acks")
-        if message.of == "ABORT":
-            self._rank_ended(message.key.request_id, message.key.rank, message.sender.engine_id)
+        taker = self._takers.get(message.key.request_id, {}).get(message.key)
+        if message.of == "ABORT" and taker is not None and taker.engine_id == message.sender.engine_id:
+            self._rank_ended(message.key.request_id, message.key.rank)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdkv.transfer.blocks import block_ids
 from pdkv.transfer.clock import Clock
 from pdkv.transfer.counters import Counters
 from pdkv.transfer.endpoint import Endpoint, EndpointSettings
+from pdkv.transfer.issued import IssuedReferences, ReferenceSettings
 from pdkv.transfer.leases import Lease, LeaseTable
 from pdkv.transfer.messages import (
     Ack,
@@ -30,6 +31,7 @@ class ProducerSettings(EndpointSettings):
 
     max_early: int = 4096
     early_s: float = 600.0
+    reference: ReferenceSettings = field(default_factory=ReferenceSettings)
 
 
 @dataclass(slots=True)
@@ -55,6 +57,7 @@ class ProducerBooks(Endpoint):
         super().__init__(clock, me, descriptor, self._settings, counters)
         self.asleep = False
         self._leases = LeaseTable(clock, self._settings.lease)
+        self._references = IssuedReferences(clock, self.counters, self._settings.reference)
         self._used = UsedTransfers()
         self._early: dict[TransferKey, Early] = {}
         self._writes: dict[TransferKey, Register] = {}
@@ -66,20 +69,11 @@ class ProducerBooks(Endpoint):
         """Request ids whose blocks are held, for the error that refuses a sleep."""
         return tuple(sorted({*self._leases.request_ids(), *(key.request_id for key in self._writes)}))
 
-    def _claim(self, message: Keyed) -> LeaseState:
-        """The lease's state as far as the sender is concerned."""
-        key = message.key
-        state = self._leases.state(key.request_id)
-        if state is LeaseState.LIVE and not self._leases.claim(key.request_id, key.rank, message.sender.engine_id):
-            self.counters.count("contested_leases")
-            return LeaseState.ENDED
-        return state
-
     def _transfer_over(self, message: Keyed) -> None:
         """D wants nothing more of this transfer. Acknowledge as soon as nothing of it is in flight."""
         key = message.key
         if self._is_another_engines(message):
-            self.counters.count("contested_leases")
+            self.counters.count("contested_transfers")
             self._ack(message)
             return
         self._early.pop(key, None)
@@ -91,18 +85,13 @@ class ProducerBooks(Endpoint):
         self._ack(message)
 
     def _is_another_engines(self, message: Keyed) -> bool:
-        """Whether the transfer of this key was registered by another engine, which has the same reference."""
+        """Whether the transfer of this key was registered by another engine."""
         early, write = self._early.get(message.key), self._writes.get(message.key)
         register = write if early is None else early.register
         return register is not None and register.sender.engine_id != message.sender.engine_id
 
-    def _rank_ended(self, request_id: str, rank: int, engine_id: str | None = None) -> None:
+    def _rank_ended(self, request_id: str, rank: int) -> None:
         """This rank of D wants no more of the request. Before prefill has ended, that is remembered."""
-        claims = [early.register.sender.engine_id for key, early in self._early.items() if key.request_id == request_id]
-        contested = self._leases.is_claimed_by_another(request_id, rank, engine_id) if engine_id is not None else False
-        if contested or (engine_id is not None and claims and engine_id not in claims):
-            self.counters.count("contested_leases")
-            return
         state = self._leases.state(request_id)
         if state is LeaseState.UNKNOWN:
             self._unwanted.setdefault(request_id, set()).add(rank)
@@ -120,6 +109,7 @@ class ProducerBooks(Endpoint):
             return
         self.counters.count(why)
         self._takers.pop(request_id, None)
+        self._references.over(request_id)
         self._free_or_hold(lease)
 
     def _free_or_hold(self, lease: Lease) -> None:
@@ -140,11 +130,14 @@ class ProducerBooks(Endpoint):
         self._used.mark(message.sender.engine_id, message.key.transfer_id)
         self._send(Fail(sender=self.me, receiver=message.sender, key=message.key, code=code, reason=reason[:512]))
 
-    def _refused_by_state(self, message: Keyed) -> bool:
+    def _is_refused(self, message: Keyed) -> bool:
+        """Whether D may not have what it asks for, by the state of P or by its own right; D is told."""
         if self.asleep:
             self._refuse(message, FailCode.ASLEEP, "the engine is asleep")
         elif message.receiver != self.me:
             self._refuse(message, FailCode.STALE_GENERATION, f"this engine is at generation {self.me.generation} now")
+        elif (refusal := self._references.check(message)) is not None:
+            self._refuse(message, *refusal)
         else:
             return False
         return True

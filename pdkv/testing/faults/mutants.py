@@ -13,10 +13,12 @@ from pdkv.transfer.actions import PostWrite
 from pdkv.transfer.blocks import BlockPair, BlockRun, block_ids
 from pdkv.transfer.consumer import Consumer
 from pdkv.transfer.consumer_state import Phase, Request
+from pdkv.transfer.issued import IssuedReferences, Refusal
 from pdkv.transfer.leases import Lease, LeaseTable
 from pdkv.transfer.messages import Done, Fail, FailCode, Keyed, LeaseState
 from pdkv.transfer.peers import UsedTransfers
 from pdkv.transfer.producer import Producer
+from pdkv.transfer.reference import Reference
 
 
 class NoQuarantineOnDecode(Consumer):
@@ -78,13 +80,13 @@ class CompletionOfAnyAttempt(Consumer):
 class CompletionTwice(Producer):
     """A completion that comes twice frees the blocks twice."""
 
-    def _rank_ended(self, request_id: str, rank: int, engine_id: str | None = None) -> None:
+    def _rank_ended(self, request_id: str, rank: int) -> None:
         lease = self._leases.get(request_id)
         if lease is not None:
             self._remembered = getattr(self, "_remembered", {}) | {request_id: lease}
         elif self._leases.state(request_id) is LeaseState.ENDED and request_id in getattr(self, "_remembered", {}):
             self._free_or_hold(self._remembered[request_id])
-        super()._rank_ended(request_id, rank, engine_id)
+        super()._rank_ended(request_id, rank)
 
 
 class LeaseAssumedAlive(Consumer):
@@ -160,6 +162,28 @@ class RebuildAssumedDone(Consumer):
             self.quarantine._rebuild_asked = False
 
 
+class BelievedReferences(IssuedReferences):
+    """Whoever asks is right."""
+
+    def check(self, message: Keyed) -> Refusal | None:
+        return None
+
+
+class ReferencesNotSealed(Producer):
+    """Block ids that whoever routes has changed are read: another request's KV."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self._references = BelievedReferences(self._clock, self.counters)
+
+
+class ReferencesReadTwice(Consumer):
+    """Decode takes a reference a second time; only prefill, which knows of the first use, can refuse it."""
+
+    def _first_use(self, reference: Reference) -> bool:
+        return True
+
+
 def pair_from_the_end(source: Sequence[BlockRun], destination: Sequence[BlockRun]) -> tuple[BlockPair, ...]:
     """The last blocks of both lists belong together. Until one list has a block more."""
     pairs = []
@@ -178,6 +202,7 @@ _BROKEN_PREFILL: tuple[type[Producer], ...] = (
     DoneWhenPosted,
     RegistrationsReplayed,
     CancelAcknowledgedAtOnce,
+    ReferencesNotSealed,
 )
 _BROKEN_DECODE: tuple[type[Consumer], ...] = (
     NoQuarantineOnDecode,
@@ -191,5 +216,6 @@ _BROKEN_DECODE: tuple[type[Consumer], ...] = (
 MUTANTS: dict[str, Parts] = {
     **{kind.__name__: Parts(producer=kind) for kind in _BROKEN_PREFILL},
     **{kind.__name__: Parts(consumer=kind) for kind in _BROKEN_DECODE},
+    "ReferencesUsedTwice": Parts(producer=ReferencesNotSealed, consumer=ReferencesReadTwice),
     "PairingFromTheEnd": Parts(pair=pair_from_the_end),
 }

@@ -64,6 +64,8 @@ class RequestPlan:
         steps: tokens to decode, half a second each.
         gone_s: when the client disconnects, after `start_s`.
         preempt: decode takes the blocks away while they are being loaded, or after the first token.
+        altered: whoever routes changes the block ids in the reference.
+        replay_s: whoever routes sends the reference to decode once more, so much later, as another request.
     """
 
     start_s: float = 0.0
@@ -77,6 +79,8 @@ class RequestPlan:
     steps: int = 3
     gone_s: float | None = None
     preempt: Literal["loading", "decoding"] | None = None
+    altered: bool = False
+    replay_s: float | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -143,6 +147,8 @@ def _random_request(random: Random, mode: str) -> RequestPlan:
         steps=random.randint(1, 5),
         gone_s=random.uniform(0, 12) if random.random() < 0.2 else None,
         preempt=random.choice((None, None, None, "loading", "decoding")),
+        altered=random.random() < 0.05,
+        replay_s=random.choice((0.0, random.uniform(0, 3), random.uniform(0, 40))) if random.random() < 0.1 else None,
     )
 
 

@@ -6,6 +6,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 from pdkv.testing.faults.decoding import SimDecode
@@ -133,9 +134,12 @@ class Simulation:
         if not self.prefill.alive:
             return
         if request.early and self._plan.mode == "push":
-            early = Reference(engine=self.prefill.me, request_id=request_id, num_tokens=request.num_tokens)
-            self._to_decode(request_id, early)
+            self.prefill.when_running(lambda: self._send_early(request_id, request.num_tokens))
         self.prefill.when_running(lambda: self.prefill.start(request_id, request))
+
+    def _send_early(self, request_id: str, num_tokens: int) -> None:
+        if not self.prefill.endpoint.asleep:
+            self._to_decode(request_id, self.prefill.endpoint.expect(request_id, num_tokens))
 
     def _prefilled(self, request_id: str, reference: Reference) -> None:
         self._wheel.after(0.002, lambda: self._to_decode(request_id, reference))
@@ -145,9 +149,12 @@ class Simulation:
             return
         self._at_decode.add(request_id)
         self._unanswered.discard(request_id)
-        reference = Reference.from_params(reference.to_params())
         request = self._plan.requests[int(request_id.split("-")[1])]
+        reference = Reference.from_params(_routed(reference.to_params(), request.altered))
         self.decode.when_running(lambda: self.decode.arrive(request_id, request, reference))
+        if request.replay_s is not None:
+            again = f"replayed-{request_id}"
+            self.decode.after(request.replay_s, lambda: self.decode.arrive(again, request, reference))
 
     # Faults of processes.
 
@@ -200,6 +207,13 @@ _PROCESS_FAULTS = (
     FaultKind.REBUILD_PREFILL,
     FaultKind.REBUILD_DECODE,
 )
+
+
+def _routed(params: dict[str, Any], altered: bool) -> dict[str, Any]:
+    """The reference after its way through others: as it was, or with other blocks."""
+    if altered:
+        params["blocks"] = [[first, [block_id + 1 for block_id in ids]] for first, ids in params["blocks"]]
+    return params
 
 
 def _raise(name: str, amount: int) -> None:

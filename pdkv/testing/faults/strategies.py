@@ -55,6 +55,8 @@ def _requests() -> SearchStrategy[RequestPlan]:
         steps=st.integers(1, 5),
         gone_s=st.one_of(st.none(), _tenths(12)),
         preempt=st.sampled_from((None, "loading", "decoding")),
+        altered=_or_default(False, st.booleans()),
+        replay_s=st.one_of(st.none(), _tenths(40)),
     )
 
 

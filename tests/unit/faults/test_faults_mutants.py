@@ -11,6 +11,8 @@ pytestmark = pytest.mark.cpu
 
 ONE = RequestPlan()
 
+SEALS = ("ReferencesNotSealed", "ReferencesUsedTwice")
+
 # Found by random schedules and shrunk; the last two were made by hand, around windows of 0.3 s.
 EXPOSING = {
     "NoQuarantineOnDecode": Plan(requests=(RequestPlan(preempt="loading"),)),
@@ -20,12 +22,7 @@ EXPOSING = {
         faults=(Fault(FaultKind.KILL_DECODE, 197), Fault(FaultKind.SLOW, 0, 42.8)),
     ),
     "IdleEngineDoesNotReap": Plan(requests=(RequestPlan(prefill_s=8.0),), faults=(Fault(FaultKind.KILL_DECODE, 77),)),
-    "CompletionTwice": Plan(
-        requests=(RequestPlan(start_s=2.0, prefill_s=1.0),),
-        mode="push",
-        hold_s=3.0,
-        faults=(Fault(FaultKind.DELAY, 8, 0.0163), Fault(FaultKind.ABORT_PREFILL, 45)),
-    ),
+    "CompletionTwice": Plan(requests=(ONE,), faults=(Fault(FaultKind.DUPLICATE, 4, 0.1),)),
     "LeaseAssumedAlive": Plan(requests=(RequestPlan(queue_s=44.7),), faults=(Fault(FaultKind.PARTITION, 53, 49.3),)),
     "DoneWhenPosted": Plan(requests=(ONE, ONE), mode="push", faults=(Fault(FaultKind.SLOW, 1, 29.8),)),
     "RegistrationsReplayed": Plan(
@@ -43,6 +40,10 @@ EXPOSING = {
         requests=(RequestPlan(start_s=22.6, prefill_s=1.0, preempt="decoding"),),
         hold_s=3.0,
         faults=(Fault(FaultKind.ABORT_PREFILL, 240),),
+    ),
+    "ReferencesNotSealed": Plan(requests=(RequestPlan(altered=True),)),
+    "ReferencesUsedTwice": Plan(
+        requests=(RequestPlan(queue_s=3.0, replay_s=1.0), RequestPlan(start_s=5.0)), prefill_blocks=10
     ),
     "PairingFromTheEnd": Plan(requests=(RequestPlan(extra_block=True),)),
     "CompletionOfAnyAttempt": Plan(
@@ -76,7 +77,9 @@ def test_I11_without_quarantine_other_requests_are_written_over() -> None:
     assert run(EXPOSING["NoQuarantineOnDecode"], MUTANTS["NoQuarantineOnDecode"]).stray_writes > 0
 
 
-@pytest.mark.parametrize("name", ["PairingFromTheEnd", "DoneWhenPosted", "LeaseAssumedAlive", "CompletionOfAnyAttempt"])
+@pytest.mark.parametrize(
+    "name", ["PairingFromTheEnd", "DoneWhenPosted", "LeaseAssumedAlive", "CompletionOfAnyAttempt", *SEALS]
+)
 def test_a_wrong_byte_is_a_wrong_token(name: str) -> None:
     assert run(EXPOSING[name], MUTANTS[name]).wrong_tokens > 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 from transfer_pair import Failed, Loaded, Pair, descriptor, failure, nothing_is_left
 
@@ -147,9 +146,7 @@ def test_prefill_that_wants_back_blocks_held_for_rereads_gets_them_and_nobody_re
 
 def test_prefill_that_is_aborted_before_it_has_finished_fails_the_decode_that_registered() -> None:
     pair = Pair("push")
-    reference = pair.prefilled("other")
-    early = msgspec.structs.replace(reference, request_id="r", blocks=())
-    pair.decode.arrived("d", early, 40)
+    pair.decode.arrived("d", pair.prefill.expect("r", 40), 40)
     pair.decode.allocated("d", (BlockRun(0, (11, 12, 13)),))
     pair.deliver()
     pair.prefill.prefill_aborted("r", "client gone on prefill")
@@ -197,7 +194,7 @@ def test_block_ids_that_decode_cannot_have_are_refused_before_anything_is_posted
 
 def test_block_ids_beyond_prefills_committed_count_are_not_read() -> None:
     pair = Pair("pull")
-    reference = msgspec.structs.replace(pair.prefilled(), blocks=(BlockRun(0, (1, 2, 100)),))
+    reference = pair.prefilled(blocks=(1, 2, 100))
     pair.decode.arrived("d", reference, 40)
     pair.decode.allocated("d", (BlockRun(0, (11, 12, 13)),))
     pair.deliver()
@@ -239,10 +236,12 @@ def test_orphan_registrations_fill_no_table_and_end_by_themselves() -> None:
     pair = Pair("push", prefill_settings=ProducerSettings(max_early=10, early_s=60))
     me, peer = EngineRef("P/1", 1), EngineRef("D/9", 1)
     for number in range(50):
-        key = TransferKey(f"orphan-{number}", number, 0)
-        runs = (BlockRun(0, (1,)),)
-        pair.prefill.received(Register(sender=peer, receiver=me, key=key, num_tokens=1, runs=runs, remaining_s=500.0))
-        pair.prefill.received(Done(sender=peer, receiver=me, key=TransferKey(f"done-{number}", number, 0)))
+        key, runs = TransferKey(f"orphan-{number}", number, 0), (BlockRun(0, (1,)),)
+        ends: dict[str, Any] = {"sender": peer, "receiver": me}
+        claim = pair.prefill.expect(key.request_id, 1).claim(number)
+        pair.prefill.received(Register(**ends, key=key, claim=claim, num_tokens=1, runs=runs, remaining_s=500.0))
+        key = TransferKey(f"done-{number}", number, 0)
+        pair.prefill.received(Done(**ends, key=key, claim=pair.prefill.expect(key.request_id, 1).claim(number)))
     pair.collect()
     assert [message.code for message in pair.said(Fail)] == [FailCode.NO_ROOM] * 40
     assert len(pair.prefill._unwanted) <= 10

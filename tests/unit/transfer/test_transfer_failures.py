@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from transfer_pair import AddPeer, Failed, Loaded, Pair, RebuildAgent, descriptor, failure, nothing_is_left
 
@@ -231,15 +233,15 @@ def test_an_idle_prefill_reaps_the_lease_of_a_decode_that_died() -> None:
 
 def test_a_second_decode_with_the_same_reference_cannot_end_or_take_the_lease_of_the_first() -> None:
     pair = Pair("pull")
-    pair.loading()
-    intruder, me = EngineRef("D/2", 1), EngineRef("P/1", 1)
+    claim = pair.loading().claim(0)
+    intruder: dict[str, Any] = {"sender": EngineRef("D/2", 1), "receiver": EngineRef("P/1", 1), "claim": claim}
     key = TransferKey("r", 0, 0)
-    pair.prefill.received(Renew(sender=intruder, receiver=me, key=key, sequence=1))
-    pair.prefill.received(Register(sender=intruder, receiver=me, key=key, num_tokens=40, runs=(), remaining_s=1.0))
-    pair.prefill.received(Done(sender=intruder, receiver=me, key=key))
+    pair.prefill.received(Renew(**intruder, key=key, sequence=1))
+    pair.prefill.received(Register(**intruder, key=key, num_tokens=40, runs=(), remaining_s=1.0))
+    pair.prefill.received(Done(**intruder, key=key))
     pair.collect()
     assert pair.freed("P") == set()
-    assert [message.state for message in pair.said(Renewed)][-1] == "ended"
-    assert [message.code for message in pair.said(Fail)] == [FailCode.LEASE_LOST]
+    assert [message.code for message in pair.said(Fail)] == [FailCode.REPLAYED, FailCode.REPLAYED]
+    assert pair.prefill.counters["refused_replayed"] == 3
     pair.transfer_ended()
     assert pair.seen(Loaded)

@@ -10,12 +10,24 @@ from hypothesis import strategies as st
 from pdkv.errors import ProtocolError
 from pdkv.transfer import messages
 from pdkv.transfer.blocks import BlockRun
-from pdkv.transfer.messages import Done, EngineRef, FailCode, Refuse, Register, Renewed, TransferKey, decode, encode
+from pdkv.transfer.messages import (
+    Claim,
+    Done,
+    EngineRef,
+    FailCode,
+    Refuse,
+    Register,
+    Renewed,
+    TransferKey,
+    decode,
+    encode,
+)
 from pdkv.transfer.reference import Reference
 
 pytestmark = pytest.mark.cpu
 
 KEY = TransferKey("r", 7, 0)
+MAC = bytes(range(32))
 ENDS = {"sender": EngineRef("D/1", 1), "receiver": EngineRef("P/1", 2)}
 DONE = Done(**ENDS, key=KEY)
 
@@ -26,7 +38,13 @@ def frame_of(fields: dict[str, object]) -> bytes:
 
 def test_I14_a_message_comes_back_as_it_was() -> None:
     register = Register(
-        **ENDS, floor=3, key=KEY, num_tokens=40, runs=(BlockRun(1, (5, 9)), BlockRun(0, ())), remaining_s=12.5
+        **ENDS,
+        floor=3,
+        key=KEY,
+        claim=Claim(MAC, MAC, 7),
+        num_tokens=40,
+        runs=(BlockRun(1, (5, 9)), BlockRun(0, ())),
+        remaining_s=12.5,
     )
     assert decode(encode(register)) == register
     refuse = Refuse(**ENDS, meant=EngineRef("P/0", 1), code=FailCode.ASLEEP, reason="x")
@@ -49,6 +67,7 @@ def test_I14_an_unknown_field_is_refused() -> None:
         {"key": ["r" * 300, 1, 0]},
         {"sender": ["D/1"]},
         {"floor": "0"},
+        {"claim": [b"short", MAC, 0]},
     ],
 )
 def test_I14_values_out_of_range_are_refused(change: dict[str, object]) -> None:
@@ -119,12 +138,15 @@ def test_a_remaining_time_that_can_only_be_a_clock_reading_is_refused(seconds: f
 
 
 def test_a_reference_survives_its_way_through_json() -> None:
-    reference = Reference(engine=EngineRef("P/1", 2), request_id="r", num_tokens=40, blocks=(BlockRun(0, (1, 2)),))
+    engine, blocks = EngineRef("P/1", 2), (BlockRun(0, (1, 2)),)
+    reference = Reference(engine=engine, request_id="r", num_tokens=40, blocks=blocks, serial=1, valid_s=600, mac=MAC)
     assert Reference.from_params(msgspec.json.decode(msgspec.json.encode(reference.to_params()))) == reference
 
 
-@pytest.mark.parametrize("change", [{"extra": 1}, {"blocks": [[0, [-5]]]}, {"num_tokens": -1}, {"engine": "P/1"}])
+@pytest.mark.parametrize(
+    "change", [{"extra": 1}, {"blocks": [[0, [-5]]]}, {"num_tokens": -1}, {"engine": "P/1"}, {"mac": "AA=="}]
+)
 def test_a_reference_that_others_have_changed_is_refused(change: dict[str, object]) -> None:
-    reference = Reference(engine=EngineRef("P/1", 2), request_id="r", num_tokens=40)
+    reference = Reference(engine=EngineRef("P/1", 2), request_id="r", num_tokens=40, serial=1, valid_s=600.0, mac=MAC)
     with pytest.raises(ProtocolError, match="transfer parameters"):
         Reference.from_params(reference.to_params() | change)

@@ -6,7 +6,7 @@ import pytest
 from transfer_pair import Failed, Loaded, Pair, RebuildAgent, Recompute
 
 from pdkv.errors import StateError
-from pdkv.transfer import BlockRun, FailCode
+from pdkv.transfer import BlockRun, EngineRef, FailCode, TransferKey
 from pdkv.transfer.actions import PostRead, PostWrite
 from pdkv.transfer.messages import Abort, Cancel, Done, Register, Renew
 
@@ -64,8 +64,7 @@ def test_a_prefix_cached_on_decode_from_none_to_all_blocks_ends_the_lease_at_onc
 
 def test_decode_may_register_before_prefill_has_finished() -> None:
     pair = Pair("push")
-    reference = pair.prefilled("other")  # to have an engine to name
-    early = type(reference)(engine=reference.engine, request_id="r", num_tokens=40)
+    early = pair.prefill.expect("r", 40)
     pair.decode.arrived("d", early, 40)
     pair.deliver()
     pair.decode.allocated("d", (BlockRun(0, (11, 12, 13)),))
@@ -106,8 +105,7 @@ def test_a_client_that_goes_before_admission_frees_prefill_at_once(mode: str) ->
 
 def test_a_client_that_goes_before_prefill_has_finished_frees_its_blocks_when_it_has() -> None:
     pair = Pair("push")
-    reference = pair.prefilled("other")
-    early = type(reference)(engine=reference.engine, request_id="r", num_tokens=40)
+    early = pair.prefill.expect("r", 40)
     pair.decode.arrived("d", early, 40)
     pair.decode.allocated("d", (BlockRun(0, (11, 12, 13)),))
     pair.deliver()
@@ -226,9 +224,8 @@ def test_prefill_ranks_wait_for_every_rank_of_decode() -> None:
     pair.deliver()
     assert pair.freed("P") == set()
     done = pair.said(Done)[0]
-    other = type(done)(
-        sender=type(done.sender)("D/1/rank1", 1), receiver=done.receiver, key=type(done.key)("r", 0, 1), floor=0
-    )
+    sender, key = EngineRef("D/1/rank1", 1), TransferKey("r", 0, 1)
+    other = Done(sender=sender, receiver=done.receiver, key=key, claim=done.claim)
     pair.prefill.received(other)
     pair.deliver()
     assert pair.freed("P") == {1, 2, 3}
