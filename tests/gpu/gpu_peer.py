@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from child import Child
+from pdkv.testing.child import Child
 
 HERE = Path(__file__).parent
 ACCEPT_TIMEOUT_S = 30.0

@@ -11,11 +11,11 @@ import time
 from typing import Any
 
 import torch
-from child import serve
 
 from pdkv.errors import StaleGenerationError
 from pdkv.kvcache import AttentionSpec, Extent, GrowableKVCache, KVCacheConfig, split_at_extents
 from pdkv.memory import MemoryDriver, open_driver
+from pdkv.testing.child import serve
 
 #: 256 MiB by software emulation take half a second, and 18 s in phases in which loopback tcp moves 0.015 GB/s.
 TRANSFER_TIMEOUT_S = 45.0

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from child import ChildEnded, ChildError
 from gpu_peer import GpuPeer
+
+from pdkv.testing.child import ChildEnded, ChildError
 
 pytest.importorskip("nixl", reason="NIXL is not installed", exc_type=ImportError)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from child import Child
+from pdkv.testing.child import Child
 
 _MAIN = Path(__file__).with_name("nixl_peer_main.py")
 

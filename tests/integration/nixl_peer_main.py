@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from child import serve
 from nixl_cu12._api import nixl_agent, nixl_agent_config
 
 from pdkv.kvcache import AttentionSpec, Extent, GrowableKVCache, KVCacheConfig, KVCacheLayout, split_at_extents
 from pdkv.memory import open_driver
+from pdkv.testing.child import serve
 
 #: A transfer of a few MiB takes milliseconds; the rest is for a machine that is busy with something else.
 TRANSFER_TIMEOUT_S = 30.0

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from child import ChildError
 from nixl_peer import EVEN, NixlPeer, Pair
+
+from pdkv.testing.child import ChildError
 
 pytestmark = pytest.mark.nixl
 

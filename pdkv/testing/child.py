@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -43,18 +44,21 @@ class Child:
     """A Python program that runs :func:`serve`, ended when the context is left.
 
     Args:
-        program: the file to run.
+        program: the file to run, or the name of a module.
         log: where its standard output and error go.
         arguments: command line after the reply descriptor.
         environment: variables on top of this process's own.
     """
 
-    def __init__(self, program: Path, log: Path, *arguments: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, program: Path | str, log: Path, *arguments: str, environment: dict[str, str] | None = None
+    ) -> None:
         reply_fd, child_fd = os.pipe()
+        start = ["-m", program] if isinstance(program, str) else [str(program)]
         self.log = log
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, str(program), str(child_fd), *arguments],
+                [sys.executable, *start, str(child_fd), *arguments],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -63,6 +67,9 @@ class Child:
                 text=True,
             )
         os.close(child_fd)
+        if self.process.stdin is None:
+            raise ChildEnded("the child was started without a way to tell it anything")
+        self._commands = self.process.stdin
         self._replies = os.fdopen(reply_fd, "rb", buffering=0)
         self._buffer = b""
 
@@ -74,9 +81,8 @@ class Child:
             ChildEnded: the process ended.
             TimeoutError: no reply in time.
         """
-        assert self.process.stdin is not None
         try:
-            print(json.dumps({"do": do, **arguments}), file=self.process.stdin, flush=True)
+            print(json.dumps({"do": do, **arguments}), file=self._commands, flush=True)
         except BrokenPipeError:
             raise self._ended() from None
         return self.reply(timeout_s)
@@ -112,8 +118,8 @@ class Child:
 
     def close(self) -> None:
         """End the process: it gets end of input, and is killed where that is not enough."""
-        if self.process.stdin is not None:
-            self.process.stdin.close()
+        with suppress(BrokenPipeError):
+            self._commands.close()
         try:
             self.process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -1,0 +1,370 @@
+"""The transport conformance suite: right transports pass it, and each wrong one is caught by the rule it breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from pdkv.errors import GeometryError, PdkvError, ProtocolError, StaleGenerationError, StateError, TransportError
+from pdkv.kvcache import GrowableKVCache
+from pdkv.testing import TRANSPORT_CHECKS, BrokenRuleError, TransportBench, check_transport, run_transport_check
+from pdkv.transfer.base import PostedTransfer
+from pdkv.transfer.blocks import BlockPair
+from pdkv.transfer.checks import Connection
+from pdkv.transfer.geometry import CacheGeometry
+from pdkv.transfer.inproc import InprocTransport
+from pdkv.transfer.messages import EngineRef
+from pdkv.transfer.transport import Transfer, TransferState
+
+pytestmark = pytest.mark.cpu
+
+RIGHT: dict[str, Callable[[], InprocTransport]] = {
+    "at once": InprocTransport,
+    "copy by copy": lambda: InprocTransport(copies_per_poll=1),
+}
+
+
+@pytest.fixture(scope="module", params=RIGHT.values(), ids=RIGHT)
+def right(request: pytest.FixtureRequest) -> Iterator[TransportBench]:
+    with TransportBench(request.param) as bench:
+        yield bench
+
+
+@pytest.mark.parametrize("rule", TRANSPORT_CHECKS)
+def test_inproc_keeps_to_the_rule(right: TransportBench, rule: str) -> None:
+    run_transport_check(rule, right)
+
+
+class Wrong(InprocTransport):
+    """The in-process transport with one mistake, made by a subclass."""
+
+    def __init__(self) -> None:
+        super().__init__(copies_per_poll=3)
+
+
+WRONG: list[tuple[str, type[Wrong]]] = []
+
+
+def caught_by(rule: str) -> Callable[[type[Wrong]], type[Wrong]]:
+    def register(transport: type[Wrong]) -> type[Wrong]:
+        WRONG.append((rule, transport))
+        return transport
+
+    return register
+
+
+@caught_by("tells_what_it_is")
+class HasNoName(Wrong):
+    name = ""
+
+
+@caught_by("tells_what_it_is")
+class MovesInNoDirection(Wrong):
+    can_read = can_write = False
+
+
+@caught_by("tells_what_it_is")
+class ForgetsItsPeersInItsState(Wrong):
+    def describe_state(self) -> dict[str, Any]:
+        return {**super().describe_state(), "peers": []}
+
+
+class ChangesPairs(Wrong):
+    """Moves something other than it was asked to."""
+
+    def changed(self, pairs: Sequence[BlockPair]) -> Sequence[BlockPair]:
+        return pairs
+
+    def _do_post(self, connection: Connection[str], pairs: Sequence[BlockPair], *, reads: bool) -> PostedTransfer:
+        return super()._do_post(connection, self.changed(pairs), reads=reads)
+
+
+@caught_by("moves_exactly_the_named_blocks")
+class LeavesTheLastPairOut(ChangesPairs):
+    def changed(self, pairs: Sequence[BlockPair]) -> Sequence[BlockPair]:
+        return pairs[:-1] or pairs
+
+
+@caught_by("moves_exactly_the_named_blocks")
+class MovesABlockTooMany(ChangesPairs):
+    def changed(self, pairs: Sequence[BlockPair]) -> Sequence[BlockPair]:
+        return [*pairs, BlockPair(0, 1, 38)]
+
+
+@caught_by("moves_exactly_the_named_blocks")
+class WritesWhereItShouldRead(Wrong):
+    def read(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
+        return super().write(peer, pairs)
+
+
+@caught_by("moves_exactly_the_named_blocks")
+class IsDoneBeforeItIs(Wrong):
+    def read(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
+        transfer = super().read(peer, pairs)
+        transfer.end(TransferState.DONE)  # type: ignore[attr-defined]
+        return transfer
+
+
+@caught_by("moves_layers_of_the_named_group_only")
+class KnowsOneGroupOnly(Wrong):
+    def register(self, cache: GrowableKVCache, engine: EngineRef, *, groups: Any = None) -> None:
+        super().register(cache, engine)
+
+    def read(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
+        return super().read(peer, [BlockPair(0, source, destination) for _, source, destination in pairs])
+
+
+@caught_by("moves_between_layouts_of_the_same_pages")
+class WantsTheSameLayout(Wrong):
+    def _require_fit(self, ours: CacheGeometry, theirs: CacheGeometry) -> None:
+        super()._require_fit(ours, theirs)
+        if ours.layout != theirs.layout:
+            raise GeometryError("another layout")
+
+
+@caught_by("runs_several_transfers_at_once")
+class RunsOneAtATime(Wrong):
+    def read(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
+        if self._running:
+            raise TransportError("busy")
+        return super().read(peer, pairs)
+
+
+@caught_by("refuses_caches_that_do_not_fit")
+class TakesAnyCache(Wrong):
+    def _require_fit(self, ours: CacheGeometry, theirs: CacheGeometry) -> None:
+        return
+
+
+@caught_by("refuses_metadata_that_is_not_its_own")
+class LetsTheDecodersErrorOut(Wrong):
+    def connect(self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0) -> None:
+        try:
+            super().connect(peer, metadata, timeout_s=timeout_s)
+        except ProtocolError as error:
+            raise ValueError(str(error)) from error
+
+
+@caught_by("refuses_metadata_that_is_not_its_own")
+class BelievesWhoeverSaysWhoItIs(Wrong):
+    def _read_metadata(self, peer: EngineRef, metadata: bytes) -> tuple[CacheGeometry, bytes]:
+        for engine in (peer, EngineRef("P", 1), EngineRef("D", 1)):
+            with suppress(StaleGenerationError):
+                return super()._read_metadata(engine, metadata)
+        raise ProtocolError("nobody's")
+
+
+@caught_by("refuses_another_generation_before_posting")
+class DoesNotLookAtGenerations(Wrong):
+    def read(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
+        known = self._connections.find(peer.engine_id)
+        return super().read(peer if known is None else known.peer, pairs)
+
+
+@caught_by("refuses_blocks_that_are_not_there_before_posting")
+class SkipsBlocksThatAreNotThere(Wrong):
+    def read(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
+        return super().read(peer, [pair for pair in pairs if max(pair[1:]) < 40] or [BlockPair(0, 1, 1)])
+
+
+@caught_by("refuses_blocks_that_are_not_there_before_posting")
+class TakesADestinationTwice(Wrong):
+    def read(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
+        return super().read(peer, list({pair[2]: pair for pair in pairs}.values()))
+
+
+@caught_by("keeps_to_what_was_committed_when_it_registered")
+class FollowsTheCacheOnItsOwn(Wrong):
+    def read(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
+        known = self._connections.find(peer.engine_id)
+        if known is not None:
+            fresh = self.find(known.link).cache
+            assert fresh is not None
+            self._connections.add(Connection(known.peer, CacheGeometry.of(fresh), known.link))
+        return super().read(peer, pairs)
+
+
+@caught_by("registers_once_and_again_after_unregistering")
+class RegistersOverWhatWas(Wrong):
+    def register(self, cache: GrowableKVCache, engine: EngineRef, *, groups: Any = None) -> None:
+        self.unregister()
+        super().register(cache, engine, groups=groups)
+
+
+@caught_by("registers_once_and_again_after_unregistering")
+class UnregistersOnce(Wrong):
+    def unregister(self) -> None:
+        self._require_registered()
+        super().unregister()
+
+    def close(self, *, timeout_s: float = 5.0) -> None:
+        with suppress(StateError):
+            super().close(timeout_s=timeout_s)
+
+
+@caught_by("unregister_is_a_fence")
+class StaysReachable(Wrong):
+    """Its peers still reach what was registered; that the memory is gone, they find out by touching it."""
+
+    def read(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
+        transfer = super().read(peer, pairs)
+        known = self._connections.find(peer.engine_id)
+        with suppress(TransportError):
+            self.find("" if known is None else known.link)
+            return transfer
+        transfer.end(TransferState.DONE)  # type: ignore[attr-defined]
+        return transfer
+
+
+@caught_by("serves_again_in_a_new_generation")
+class GoesBackToAnOlderGeneration(Wrong):
+    def connect(self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0) -> None:
+        known = self._connections.find(peer.engine_id)
+        if known is None or known.peer.generation <= peer.generation:
+            super().connect(peer, metadata, timeout_s=timeout_s)
+
+
+@caught_by("serves_again_in_a_new_generation")
+class KeepsTheOldGenerationToo(Wrong):
+    def read(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
+        known = self._connections.find(peer.engine_id)
+        newer = known is not None and known.peer.generation > peer.generation
+        return super().read(known.peer if known is not None and newer else peer, pairs)
+
+
+@caught_by("disconnects_and_connects_again")
+class KeepsWhoWasDisconnected(Wrong):
+    def disconnect(self, engine_id: str) -> None:
+        return
+
+
+@caught_by("disconnects_and_connects_again")
+class DisconnectsOnlyWhomItKnows(Wrong):
+    def disconnect(self, engine_id: str) -> None:
+        if self._connections.find(engine_id) is None and not self._closed and self._connections.all() == ():
+            raise StateError(f"{engine_id} is not connected")
+        super().disconnect(engine_id)
+
+    def connect(self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0) -> None:
+        with suppress(StateError):
+            super().connect(peer, metadata, timeout_s=timeout_s)
+
+
+@caught_by("lets_a_running_transfer_end_when_its_peer_is_disconnected")
+class ForgetsTransfersOfWhoWasDisconnected(Wrong):
+    def disconnect(self, engine_id: str) -> None:
+        super().disconnect(engine_id)
+        for transfer in list(self._running):
+            transfer.end(TransferState.DONE)
+
+
+@caught_by("unregisters_only_when_its_transfers_have_ended")
+class UnregistersUnderItsTransfers(Wrong):
+    def unregister(self) -> None:
+        for transfer in self._running:
+            transfer._look = lambda: TransferState.RUNNING  # type: ignore[method-assign]
+        if self.engine is not None:
+            self._drop_everything()
+
+
+class PollsForWaits(Wrong):
+    def wrap(self, transfer: Transfer) -> Transfer:
+        return transfer
+
+    def read(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
+        return self.wrap(super().read(peer, pairs))
+
+
+@caught_by("waits_no_longer_than_told")
+class ReturnsWhileItRuns(PollsForWaits):
+    def wrap(self, transfer: Transfer) -> Transfer:
+        transfer.wait = lambda timeout_s: transfer.poll()  # type: ignore[method-assign]
+        return transfer
+
+
+@caught_by("waits_no_longer_than_told")
+class CallsADeadlineAFailure(PollsForWaits):
+    def wrap(self, transfer: Transfer) -> Transfer:
+        def wait(timeout_s: float) -> TransferState:
+            raise TransportError("timed out")
+
+        transfer.wait = wait  # type: ignore[method-assign]
+        return transfer
+
+
+@caught_by("an_abandoned_transfer_that_has_ended_writes_no_more")
+class SaysThatItHasEndedAndGoesOn(PollsForWaits):
+    def wrap(self, transfer: Transfer) -> Transfer:
+        go_on = transfer.poll
+        stopped: list[bool] = []
+
+        def poll() -> TransferState:
+            state = go_on()
+            return TransferState.FAILED if stopped else state
+
+        def abandon() -> bool:
+            stopped.append(True)
+            return True
+
+        transfer.poll, transfer.abandon = poll, abandon  # type: ignore[method-assign]
+        return transfer
+
+
+@caught_by("says_why_a_transfer_failed")
+class GivesNoReason(Wrong):
+    def transfer_ended(self, transfer: PostedTransfer) -> None:
+        transfer.reason = ""
+        super().transfer_ended(transfer)
+
+
+@caught_by("close_ends_everything")
+class ClosesOnce(Wrong):
+    def close(self, *, timeout_s: float = 5.0) -> None:
+        if self._closed:
+            raise StateError("closed already")
+        super().close(timeout_s=timeout_s)
+
+
+@caught_by("close_ends_everything")
+class OpensAgain(Wrong):
+    def close(self, *, timeout_s: float = 5.0) -> None:
+        super().close(timeout_s=timeout_s)
+        self._closed = False
+
+
+@caught_by("leaves_no_descriptor_open")
+class LeavesAFileOpen(Wrong):
+    files: list[Any] = []  # noqa: RUF012
+
+    def _do_register(self, cache: GrowableKVCache, geometry: CacheGeometry, engine: EngineRef) -> None:
+        super()._do_register(cache, geometry, engine)
+        self.files.append(open("/dev/null"))  # noqa: SIM115
+
+
+@pytest.mark.parametrize(("rule", "transport"), WRONG, ids=[transport.__name__ for _, transport in WRONG])
+def test_wrong_transport_is_caught_by_the_rule_it_breaks(rule: str, transport: type[Wrong]) -> None:
+    with pytest.raises(BrokenRuleError, match=f"^{rule}: "), TransportBench(transport) as bench:
+        run_transport_check(rule, bench)
+
+
+def test_every_rule_has_a_wrong_transport_that_breaks_it() -> None:
+    assert {rule for rule, _ in WRONG} == set(TRANSPORT_CHECKS)
+
+
+def test_check_transport_runs_every_rule_and_names_the_one_that_broke() -> None:
+    check_transport(InprocTransport)
+    with pytest.raises(BrokenRuleError, match=r"^\w+: the named blocks hold the peer's bytes"):
+        check_transport(LeavesTheLastPairOut)
+
+
+def test_two_processes_take_the_factory_by_name_and_errors_come_back_as_they_were() -> None:
+    """In two processes inproc finds no peer, which is what its suite must say."""
+    with TransportBench("pdkv.transfer.inproc:InprocTransport", processes=2) as bench:
+        bench.open()
+        with pytest.raises(TransportError, match="not registered in this process") as refusal:
+            bench.meet()
+        assert isinstance(refusal.value, PdkvError)
+        bench.finish()
