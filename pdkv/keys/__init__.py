@@ -1,0 +1,1 @@
+"""``python -m pdkv.keys``: keys for side channels that other machines can reach."""

@@ -1,0 +1,83 @@
+"""``python -m pdkv.keys make|show|allow``.
+
+An engine gets a pair: ``make p.key`` writes the secret key to ``p.key`` (mode 0600) and the public one to
+``p.key.pub``. The public key goes into the peers file of every engine that is to talk to it: ``allow``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pdkv.arguments import ArgumentParser
+from pdkv.errors import ConfigError, PdkvError
+from pdkv.transfer.sidechannel.addresses import Address
+from pdkv.transfer.sidechannel.keyfiles import parse_key, read_key_pair, write_key_pair
+from pdkv.transfer.sidechannel.peers import read_peers
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what is asked; 0, or 2 and one sentence on stderr."""
+    try:
+        options = _parser().parse_args(arguments)
+        if options.what == "make":
+            keys = write_key_pair(options.file)
+            print(f"{options.file}: secret key, keep it here\n{options.file}.pub: public key {keys.public.hex()}")
+        elif options.what == "show":
+            print(read_key_pair(options.file).public.hex())
+        else:
+            allow(options.peers_file, options.public_key, options.name, options.address)
+    except PdkvError as error:
+        print(f"pdkv.keys: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def allow(peers_file: Path, public_key: str, name: str, address: str | None) -> None:
+    """Add a peer to a peers file, which engines that use it read again by themselves.
+
+    Args:
+        public_key: 64 hex digits, or the path of a file that holds them.
+
+    Raises:
+        ConfigError: there is no key in it, the name or the key is in the file already, or it cannot be written.
+    """
+    key = parse_key(_read(public_key) if os.path.exists(public_key) else public_key)
+    if not name or name.split() != [name]:
+        raise ConfigError(f"the peer's name is {name!r}; give one word.")
+    words = [key.hex(), name] + ([str(Address.parse(address))] if address else [])
+    known = read_peers(peers_file) if peers_file.exists() else ()
+    if any(entry.name == name or entry.public_key == key for entry in known):
+        raise ConfigError(f"{peers_file} has a peer with this name or this key already; edit its line.")
+    temporary = peers_file.with_name(f".{peers_file.name}.{os.getpid()}")
+    try:
+        before = peers_file.read_text() if peers_file.exists() else ""
+        temporary.write_text(before + ("\n" if before and not before.endswith("\n") else "") + " ".join(words) + "\n")
+        os.replace(temporary, peers_file)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write {peers_file}: {error.strerror}.") from error
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read a public key from {path}: {error}.") from error
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="python -m pdkv.keys", description=__doc__)
+    commands = parser.add_subparsers(dest="what", required=True, metavar="make|show|allow")
+    make = commands.add_parser("make", help="make a pair of keys; existing files are never overwritten")
+    make.add_argument("file", type=Path, help="where the secret key goes; the public one is written to FILE.pub")
+    show = commands.add_parser("show", help="print the public key of a pair")
+    show.add_argument("file", type=Path)
+    add = commands.add_parser("allow", help="add a public key to a peers file")
+    add.add_argument("peers_file", type=Path)
+    add.add_argument("public_key", help="64 hex digits, or a file that holds them, such as FILE.pub")
+    add.add_argument("--name", required=True, help="one word by which logs call the peer")
+    add.add_argument("--address", help="host:port where the peer listens; without one it only connects to us")
+    return parser
