@@ -131,6 +131,10 @@ def _add_cache_options(g: argparse._ArgumentGroup) -> None:
     g.add_argument("--granule", metavar="SIZE", help="smallest chunk, host memory only (default 2MiB)")
     g.add_argument("--block-size", type=int, help="tokens per block")
     g.add_argument("--max-model-len", type=int, help="tokens of the longest request, prompt and answer")
+    g.add_argument("--admission-requests", type=int, metavar="N",
+                   help="decode: requests that may wait for KV; more get 503 (default: max_num_seqs)")  # fmt: skip
+    g.add_argument("--admission-blocks", type=int, metavar="N",
+                   help="decode: blocks of their prompts (default: all)")  # fmt: skip
     g.add_argument("--dtype", help="as vLLM's, e.g. float32")
     g.add_argument("--cpus", help="CPU list of the engine, e.g. 0-3 (role pd shares all out by default)")
 

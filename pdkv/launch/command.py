@@ -7,10 +7,12 @@ A plain vLLM starts the same way without the launcher. For a prefill engine on t
     python -m vllm.entrypoints.openai.api_server --model DIR --host 127.0.0.1 --port 8100 --enforce-eager \\
         --kv-cache-memory-bytes 268435456 \\
         --worker-cls pdkv_connectors.vllm.worker.GrowableCPUWorker \\
+        --middleware pdkv_connectors.vllm.http_abort.AbortById \\
         --kv-transfer-config '{"kv_connector":"PdkvNixlPullConnector",
             "kv_connector_module_path":"pdkv_connectors.vllm.nixl","kv_role":"kv_producer","kv_buffer_device":"cpu"}'
 
-A decode engine differs in its ports and in ``"kv_role":"kv_consumer"``; on CUDA the worker class is
+A decode engine differs in its ports, in ``"kv_role":"kv_consumer"`` and in its middleware,
+``pdkv_connectors.vllm.http.DecodeAdmission``; on CUDA the worker class is
 ``pdkv_connectors.vllm.worker.GrowableGPUWorker`` and ``kv_buffer_device`` is ``cuda``. Then
 ``python -m pdkv.proxy --prefill-url http://127.0.0.1:8100 --decode-url http://127.0.0.1:8200``.
 
@@ -25,6 +27,8 @@ The engine also reads these variables, all optional:
 ``PDKV_GRANULE``             smallest chunk in bytes; host memory only
 ``PDKV_STATUS_DIR``          folder for the engine's status files; unset: none are written
 ``PDKV_PROBE``               0 skips the bandwidth probe at start-up on CUDA
+``PDKV_ADMISSION_REQUESTS``  decode: requests that may wait for KV from prefill
+``PDKV_ADMISSION_BLOCKS``    decode: blocks that their prompts may have together
 ===========================  ===========================================================================
 
 ``python -m vllm...api_server`` and not ``vllm serve``: the CPU build is a distribution of another name, and the command
@@ -63,6 +67,13 @@ _PDKV_VARIABLES = {
     "PDKV_WARMUP_BLOCKS": "warmup_blocks",
     "PDKV_ENGINE_MEMORY": "engine_memory",
     "PDKV_GRANULE": "granule",
+    "PDKV_ADMISSION_REQUESTS": "admission_requests",
+    "PDKV_ADMISSION_BLOCKS": "admission_blocks",
+}
+#: vLLM's API server loads them: decode bounds who waits for KV, prefill lets the proxy give up a request by its id.
+_MIDDLEWARES = {
+    "decode": "pdkv_connectors.vllm.http.DecodeAdmission",
+    "prefill": "pdkv_connectors.vllm.http_abort.AbortById",
 }
 # Flags whose value the launcher must know itself; given after "--" they would contradict it.
 _OWN_FLAGS = {
@@ -133,7 +144,7 @@ def engine_command(engine: EngineSettings, connector: ConnectorEntry | None, sta
     if engine.device == "cpu":
         argv.append("--enforce-eager")  # compiling on the CPU needs a C++ compiler and minutes
     if engine.kind == "pdkv":
-        argv += ["--worker-cls", WORKER_CLASSES[engine.device]]
+        argv += ["--worker-cls", WORKER_CLASSES[engine.device], "--middleware", _MIDDLEWARES[engine.role]]
     for flag, value in (
         ("--kv-cache-memory-bytes", engine.kv_bytes),
         ("--block-size", engine.block_size),

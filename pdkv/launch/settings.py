@@ -23,7 +23,14 @@ KINDS = ("pdkv", "stock-pd", "stock")
 DEVICES = ("auto", "cpu", "cuda")
 
 SIZES = ("kv_bytes", "engine_memory", "granule")
-COUNTS = ("capacity_blocks", "warmup_blocks", "block_size", "max_model_len")
+COUNTS = (
+    "capacity_blocks",
+    "warmup_blocks",
+    "block_size",
+    "max_model_len",
+    "admission_requests",
+    "admission_blocks",
+)
 POSITIVE = (*SIZES, *COUNTS)
 
 # Importing vLLM in three processes takes 30 to 110 s on two busy cores; loading a large model comes on top.
@@ -52,6 +59,8 @@ class EngineSettings:
         capacity_blocks: blocks to reserve address space for; None leaves it to the engine.
         warmup_blocks: blocks to commit before warmup; None leaves it to the engine.
         granule: bytes, a power of two of at least one memory page; host memory only.
+        admission_requests, admission_blocks: decode lets so many requests wait for KV from prefill, and so many blocks
+            of their prompts, and answers 503 beyond; None is as many as run at once, and all blocks.
         cpus: CPU list for OpenMP as vLLM's ``VLLM_CPU_OMP_THREADS_BIND`` takes it (``"0"``, ``"0-3"``, ``"nobind"``).
         extra_args: passed to vLLM unchanged, after all others.
         extra_env: set in the engine's environment, over all others.
@@ -77,6 +86,8 @@ class EngineSettings:
     granule: int | None = None
     block_size: int | None = None
     max_model_len: int | None = None
+    admission_requests: int | None = None
+    admission_blocks: int | None = None
     dtype: str | None = None
     cpus: str | None = None
     extra_args: tuple[str, ...] = ()

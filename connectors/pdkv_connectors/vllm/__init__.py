@@ -22,5 +22,9 @@
 ``accounting``    what the decode scheduler loaded and what it had to compute again
 ``nixl``          the connectors for ``--kv-transfer-config``
 ``status``        JSON files for the launcher
+``waiting``       which requests wait on decode for KV: the scheduler tells the API server
+``http``          admission on decode, a middleware of the API server
+``http_abort``    giving up a request on prefill by its id, a middleware of the API server
+``asgi``          what the middlewares share
 ================  ====================================================================================
 """

@@ -71,11 +71,14 @@ CONNECTOR_SEAMS = (
     Seam("late connector", f"{_NIXL}.push_worker", "NixlPushConnectorWorker.register_kv_caches", ("kv_caches",)),
     Seam("agent without a spinning thread", f"{_NIXL}.base_worker", "nixl_agent_config",
          ("enable_prog_thread", "sync_mode")),
+    Seam("admission", "vllm.engine.protocol", "EngineClient.notify_kv_transfer_request_rejected",
+         ("request_id", "kv_transfer_params")),
     *(
         Seam("accounting", f"{_NIXL}.{module}", f"{name}.{method}", parameters)
         for module, name in (("pull_scheduler", "NixlPullConnectorScheduler"),
                              ("push_scheduler", "NixlPushConnectorScheduler"))
         for method, parameters in (
+            ("on_new_request", ("request",)),
             ("get_num_new_matched_tokens", ("request", "num_computed_tokens")),
             ("update_state_after_alloc", ("request", "blocks", "num_external_tokens")),
             ("build_connector_meta", ("scheduler_output",)),

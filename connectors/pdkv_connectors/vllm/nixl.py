@@ -19,14 +19,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPu
 
 from pdkv_connectors.vllm.accounting import CountingScheduler
 from pdkv_connectors.vllm.facade import LateConnector
+from pdkv_connectors.vllm.waiting import PublishingScheduler
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-class CountingPullScheduler(CountingScheduler, NixlPullConnectorScheduler):
-    """Stock pull, and a count of what was loaded and of what had to be computed again."""
+class CountingPullScheduler(PublishingScheduler, CountingScheduler, NixlPullConnectorScheduler):
+    """Stock pull, and a count of what was loaded, of what had to be computed again, and of who waits."""
 
 
 class PdkvNixlPullConnector(LateConnector, NixlPullConnector):
@@ -45,8 +46,8 @@ class PdkvNixlPullConnector(LateConnector, NixlPullConnector):
         return NixlPullConnectorWorker(vllm_config, engine_id, kv_cache_config)
 
 
-class CountingPushScheduler(CountingScheduler, NixlPushConnectorScheduler):
-    """Stock push, and a count of what was received and of what had to be computed again."""
+class CountingPushScheduler(PublishingScheduler, CountingScheduler, NixlPushConnectorScheduler):
+    """Stock push, and a count of what was received, of what had to be computed again, and of who waits."""
 
 
 class PdkvNixlPushConnector(LateConnector, NixlPushConnector):

@@ -12,6 +12,8 @@ The launcher sets these variables; a plain vLLM start may set them too. All are 
 ``PDKV_GRANULE``             bytes per granule of the host driver (default: 2 MiB)
 ``PDKV_STATUS_DIR``          folder for the status files (default: none are written)
 ``PDKV_PROBE``               0 skips the bandwidth probe at start-up on CUDA (default: 1)
+``PDKV_ADMISSION_REQUESTS``  decode: requests that may wait for KV from prefill (default: ``max_num_seqs``)
+``PDKV_ADMISSION_BLOCKS``    decode: blocks that their prompts may have together (default: all)
 ===========================  ================================================================================
 
 ``PDKV_CORRUPT_RECEIVED_KV=1`` is a negative control for correctness harnesses: the decode engine zeroes each block that
@@ -40,6 +42,8 @@ class EngineSettings:
     granule: int | None = None
     status_dir: Path | None = None
     probe: bool = True
+    admission_requests: int | None = None
+    admission_blocks: int | None = None
     corrupt_received_kv: bool = False
 
     @classmethod
@@ -58,6 +62,8 @@ class EngineSettings:
             granule=_positive(environment, "PDKV_GRANULE"),
             status_dir=Path(status_dir) if status_dir else None,
             probe=_switch(environment, "PDKV_PROBE", default=True),
+            admission_requests=_positive(environment, "PDKV_ADMISSION_REQUESTS"),
+            admission_blocks=_positive(environment, "PDKV_ADMISSION_BLOCKS"),
             corrupt_received_kv=_switch(environment, "PDKV_CORRUPT_RECEIVED_KV", default=False),
         )
 

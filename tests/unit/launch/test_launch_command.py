@@ -65,6 +65,13 @@ def test_decode_consumes():
     assert json.loads(option(made, "--kv-transfer-config"))["kv_role"] == "kv_consumer"
 
 
+def test_decode_bounds_who_waits_and_prefill_can_give_up_a_request():
+    decode = command(role="decode", admission_requests=4, admission_blocks=90)
+    assert option(decode, "--middleware") == "pdkv_connectors.vllm.http.DecodeAdmission"
+    assert (decode.env["PDKV_ADMISSION_REQUESTS"], decode.env["PDKV_ADMISSION_BLOCKS"]) == ("4", "90")
+    assert option(command(), "--middleware") == "pdkv_connectors.vllm.http_abort.AbortById"
+
+
 def test_cuda_gets_its_own_worker_class_and_neither_eager_mode_nor_cpu_binding():
     made = command(device="cuda", cpus="0")
     assert option(made, "--worker-cls") == "pdkv_connectors.vllm.worker.GrowableGPUWorker"
@@ -78,6 +85,7 @@ def test_a_stock_pd_engine_has_vllms_connector_and_nothing_of_pdkv():
     config = json.loads(option(made, "--kv-transfer-config"))
     assert config["kv_connector"] == "NixlConnector"
     assert "kv_connector_module_path" not in config
+    assert "--middleware" not in made.argv
     assert "--worker-cls" not in made.argv
     inherited = {"PDKV_STATUS_DIR": "x", "PDKV_CAPACITY_BLOCKS": "3", "HOME": "/h"}
     assert not any(name.startswith("PDKV") for name in made.environment(inherited))

@@ -158,6 +158,36 @@ def test_leaving_twice_or_entering_twice_changes_nothing(clock: ManualClock) -> 
         Admission(clock, Counters(), capacity=0)
 
 
+def test_blocks_of_waiting_prompts_are_bounded_too_and_the_limit_is_named(clock: ManualClock) -> None:
+    admission = Admission(clock, Counters(), capacity=3, capacity_blocks=10)
+    assert admission.try_enter("small", 4)
+    assert admission.limit_hit(7) == "blocks"
+    assert not admission.try_enter("large", 7)
+    assert admission.try_enter("fits", 6)
+    room = admission.room()
+    assert (room.free, room.free_blocks, room.retry_after_s > 0) == (1, 0, True)
+    assert admission.try_enter("no blocks of its own", 0)
+    assert admission.limit_hit() == "requests"
+
+
+def test_a_prompt_larger_than_the_limit_is_let_in_where_nothing_waits(clock: ManualClock) -> None:
+    admission = Admission(clock, Counters(), capacity=3, capacity_blocks=10)
+    assert admission.try_enter("larger than all", 11)
+    assert not admission.try_enter("the next", 1)
+    admission.leave("larger than all")
+    assert admission.try_enter("the next", 1)
+
+
+def test_requests_that_came_another_way_take_room_as_well(clock: ManualClock) -> None:
+    admission = Admission(clock, Counters(), capacity=2, capacity_blocks=10)
+    admission.set_elsewhere(1, 8)
+    assert admission.limit_hit(3) == "blocks"
+    assert admission.try_enter("a", 2)
+    assert admission.limit_hit() == "requests"
+    admission.set_elsewhere(0, 0)
+    assert admission.room().waiting == 1
+
+
 def test_an_observer_that_raises_on_every_call_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     def observer(name: str, amount: int) -> None:
         raise RuntimeError("no telemetry today")

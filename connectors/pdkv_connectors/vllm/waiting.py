@@ -1,0 +1,175 @@
+"""Which requests wait on decode for KV from elsewhere: written by the scheduler, read by the API server's middleware.
+
+The two run in different processes. The scheduler replaces ``waiting.json`` in the status folder whenever a request
+begins or ceases to wait; within one scheduler step it does so once. So the file is as old as the step that runs now.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdkv_connectors.vllm.settings import EngineSettings
+from pdkv_connectors.vllm.status import write_status
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+NAME = "waiting"
+#: So many requests that ceased to wait are remembered in the file. If more do so between two looks of a reader, it
+#: takes the others for waiting until their answers begin.
+MAX_SETTLED = 128
+
+
+def key_of(params: Mapping[str, Any]) -> str:
+    """One short key for a prefilled request, the same in both processes: what prefill calls it, hashed."""
+    name = f"{params.get('remote_engine_id')}/{params.get('remote_request_id')}"
+    return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+
+
+def blocks_of(params: Mapping[str, Any], block_size: int) -> int:
+    """Blocks that decode needs for the prompt, by what prefill says of it; 0 where it says nothing usable.
+
+    Prefill's block size may differ, so that its tokens count where they are given, and its block ids only where not.
+    """
+    tokens = params.get("remote_num_tokens")
+    if isinstance(tokens, int) and tokens > 0:
+        return -(-tokens // block_size)
+    groups = params.get("remote_block_ids")
+    if not isinstance(groups, list | tuple):
+        return 0
+    return max((len(group) for group in groups if isinstance(group, list | tuple)), default=len(groups))
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What the file says.
+
+    Attributes:
+        waiting: blocks of each request that waits, by :func:`key_of`.
+        settled: keys of the last requests that ceased to.
+        num_blocks, block_size, max_num_seqs: of the engine.
+    """
+
+    waiting: Mapping[str, int]
+    settled: frozenset[str]
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+
+
+class WaitingBook:
+    """The scheduler's side of the file. Bookkeeping alone; no I/O."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, tuple[str, int]] = {}
+        self._settled: deque[str] = deque(maxlen=MAX_SETTLED)
+        self.changed = True
+
+    def arrived(self, req_id: str, params: Mapping[str, Any], block_size: int) -> None:
+        """The engine has a request whose KV is to come from elsewhere."""
+        self._waiting[req_id] = (key_of(params), blocks_of(params, block_size))
+        self.changed = True
+
+    def settled(self, req_id: str) -> None:
+        """It waits no longer: its KV is there, or failed, or nothing of it is missing, or it has ended. Idempotent."""
+        if (entry := self._waiting.pop(req_id, None)) is not None:
+            self._settled.append(entry[0])
+            self.changed = True
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"waiting": dict(self._waiting.values()), "settled": list(self._settled)}
+
+
+class PublishingScheduler:
+    """Mixed in before a stock NIXL connector scheduler: tells who waits, and leaves all decisions to it."""
+
+    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)  # type: ignore[call-arg]
+        self.book = WaitingBook()
+        self._waiting_dir = EngineSettings.from_environment().status_dir
+        self._engine_facts = {
+            "num_blocks": kv_cache_config.num_blocks,
+            "block_size": vllm_config.cache_config.block_size,
+            "max_num_seqs": vllm_config.scheduler_config.max_num_seqs,
+        }
+        self._publish_waiting()
+
+    def on_new_request(self, request: Any) -> None:
+        params = request.kv_transfer_params
+        if params and params.get("do_remote_prefill"):
+            self.book.arrived(request.request_id, params, self._engine_facts["block_size"])
+        super().on_new_request(request)  # type: ignore[misc]
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens == 0:  # all of it was in the prefix cache
+            self.book.settled(request.request_id)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[misc]
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        self._publish_waiting()
+        return super().build_connector_meta(scheduler_output)  # type: ignore[misc]
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        for req_id in (*(connector_output.finished_recving or ()), *(connector_output.failed_recving or ())):
+            self.book.settled(req_id)
+        self._publish_waiting()
+        super().update_connector_output(connector_output)  # type: ignore[misc]
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        self.book.settled(request.request_id)
+        self._publish_waiting()  # no step need follow
+        return super().request_finished(request, block_ids)  # type: ignore[misc]
+
+    def _publish_waiting(self) -> None:
+        if not self.book.changed:
+            return
+        try:
+            write_status(self._waiting_dir, NAME, {**self._engine_facts, **self.book.as_dict()})
+            self.book.changed = False
+        except OSError as error:
+            # Tried again in the next step. Meanwhile decode counts a request as waiting until its answer begins.
+            logger.error("cannot write the status file %s.json to %s: %s", NAME, self._waiting_dir, error)
+
+
+class WaitingFile:
+    """The API server's side: what the file says now, parsed again only where it was replaced."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = None if folder is None else folder / f"{NAME}.json"
+        self._seen: tuple[int, int] | None = None
+        self._snapshot: Snapshot | None = None
+        self.unreadable = 0
+
+    def read(self) -> Snapshot | None:
+        """The snapshot; None where there is no file (yet). One that cannot be read is counted in `unreadable`."""
+        if self._path is None:
+            return None
+        try:
+            status = self._path.stat()
+            seen = (status.st_mtime_ns, status.st_ino)
+            if seen != self._seen:
+                self._snapshot = _parse(json.loads(self._path.read_text(encoding="utf-8")))
+                self._seen = seen
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            self.unreadable += 1
+            if self.unreadable == 1:
+                logger.error("cannot read the scheduler's %s: %r", self._path, error)
+        return self._snapshot
+
+
+def _parse(content: Any) -> Snapshot:
+    return Snapshot(
+        waiting={str(key): int(blocks) for key, blocks in content["waiting"].items()},
+        settled=frozenset(content["settled"]),
+        num_blocks=int(content["num_blocks"]),
+        block_size=int(content["block_size"]),
+        max_num_seqs=int(content["max_num_seqs"]),
+    )
