@@ -43,6 +43,7 @@ from pdkv.launch.settings import (
     PROXY_READY_TIMEOUT_S,
     ROLES,
     PDSettings,
+    ProxyLimits,
     engine_settings,
     require_choice,
     require_host,
@@ -59,6 +60,9 @@ _ROLE_OPTIONS = {
     "prefill_url": ("proxy",),
     "decode_url": ("proxy",),
     "request_timeout": ("proxy", "pd"),
+    "queue_timeout": ("proxy", "pd"),
+    "max_requests": ("proxy", "pd"),
+    "max_queued": ("proxy", "pd"),
     "status_dir": ("prefill", "decode", "pd"),
 }
 _TABLES = ("engine", "prefill", "decode")
@@ -106,12 +110,17 @@ def _add_server_options(g: argparse._ArgumentGroup) -> None:
     g.add_argument("--decode-port", type=int, help="role pd: the decode engine's port")
     g.add_argument("--side-channel-host", help="address at which peers reach the handshake (default: --host)")
     g.add_argument("--side-channel-port", type=int, help="its port; with role pd decode gets the next one")
-    g.add_argument("--prefill-url", help="role proxy: base URL of the prefill engine")
-    g.add_argument("--decode-url", help="role proxy: base URL of the decode engine")
+    g.add_argument("--prefill-url", action="append", metavar="URL",
+                   help="role proxy: base URL of a prefill engine; may be given several times")  # fmt: skip
+    g.add_argument("--decode-url", action="append", metavar="URL",
+                   help="role proxy: base URL of a decode engine; may be given several times")  # fmt: skip
     g.add_argument("--ready-timeout", type=float, metavar="S",
                    help=f"seconds until all must be ready (default {ENGINE_READY_TIMEOUT_S:g}; "
                         f"role proxy {PROXY_READY_TIMEOUT_S:g})")  # fmt: skip
     g.add_argument("--request-timeout", type=float, metavar="S", help="seconds the proxy gives each leg of a request")
+    g.add_argument("--queue-timeout", type=float, metavar="S", help="seconds a request may wait for room on decode")
+    g.add_argument("--max-requests", type=int, metavar="N", help="requests the proxy takes at once, beyond them 429")
+    g.add_argument("--max-queued", type=int, metavar="N", help="of these, such that wait for room, beyond them 429")
     g.add_argument("--log-dir", help="folder for one log per process (default: a new one, removed after a clean end)")
     g.add_argument("--status-dir", help="folder for the engines' status files (default: in the log folder)")
 
@@ -177,8 +186,13 @@ def read_file(path: Path) -> dict[str, Any]:
                               f"and the tables {', '.join(f'[{t}]' for t in _TABLES)}.")  # fmt: skip
         if (name in _TABLES) != isinstance(value, dict):
             raise ConfigError(f"{path}: {name!r} must {'' if name in _TABLES else 'not '}be a table.")
-    for name in ("model", "prefill_url", "decode_url", "log_dir", "status_dir"):
+    for name in ("model", "log_dir", "status_dir"):
         require_text(name, content.get(name))
+    for name in ("prefill_url", "decode_url"):
+        if name in content and not isinstance(content[name], list):
+            content[name] = [content[name]]
+        for url in content.get(name, ()):
+            require_text(name, url)
     if "model" in content and not Path(content["model"]).is_absolute():
         content["model"] = str(path.parent / content["model"])
     return content
@@ -245,7 +259,7 @@ def _build_pd(request: Request, report: Report, should_stop: Callable[[], bool])
         proxy_host=top.get("host", LOOPBACK),
         proxy_port=top.get("port", 0),
         ready_timeout_s=_timeout(top, ENGINE_READY_TIMEOUT_S),
-        request_timeout_s=top.get("request_timeout"),
+        proxy_limits=_limits(top),
         log_dir=_folder(top, "log_dir"),
         status_dir=_folder(top, "status_dir"),
     )
@@ -260,14 +274,13 @@ def _build_proxy(request: Request, report: Report, should_stop: Callable[[], boo
     if port:
         check_port(host, port)
     timeout_s = _timeout(top, PROXY_READY_TIMEOUT_S)
-    require_positive("request-timeout", top.get("request_timeout"))
     command = proxy_command(
         top["prefill_url"],
         top["decode_url"],
         host,
         port or pick_free_ports([host])[0],
         ready_timeout_s=timeout_s,
-        request_timeout_s=top.get("request_timeout"),
+        limits=_limits(top),
     )
     # The proxy itself waits for its engines and says which one is missing; let it speak first.
     return Deployment(
@@ -283,6 +296,15 @@ def _timeout(top: dict[str, Any], default_s: float) -> float:
     timeout_s: float = top.get("ready_timeout", default_s)
     require_positive("ready-timeout", timeout_s)
     return timeout_s
+
+
+def _limits(top: dict[str, Any]) -> ProxyLimits:
+    return ProxyLimits(
+        request_timeout_s=top.get("request_timeout"),
+        queue_timeout_s=top.get("queue_timeout"),
+        max_requests=top.get("max_requests"),
+        max_queued=top.get("max_queued"),
+    )
 
 
 def _folder(top: dict[str, Any], name: str) -> Path | None:

@@ -40,14 +40,14 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pdkv.errors import ConfigError
 from pdkv.kvcache import require_block_multiple
 from pdkv.launch.machine import reachable_host
-from pdkv.launch.settings import EngineSettings
+from pdkv.launch.settings import EngineSettings, ProxyLimits
 from pdkv.registry import ConnectorEntry
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
@@ -173,19 +173,20 @@ def transfer_config(engine: EngineSettings, connector: ConnectorEntry) -> dict[s
 
 
 def proxy_command(
-    prefill_url: str,
-    decode_url: str,
+    prefill_urls: Sequence[str],
+    decode_urls: Sequence[str],
     host: str,
     port: int,
     *,
     ready_timeout_s: float,
-    request_timeout_s: float | None = None,
+    limits: ProxyLimits | None = None,
 ) -> Command:
     """The command of the proxy; the same as starting ``python -m pdkv.proxy`` by hand."""
-    argv = [sys.executable, "-m", "pdkv.proxy", "--prefill-url", prefill_url, "--decode-url", decode_url]
+    argv = [sys.executable, "-m", "pdkv.proxy"]
+    for option, urls in (("--prefill-url", prefill_urls), ("--decode-url", decode_urls)):
+        argv += [text for url in urls for text in (option, url)]
     argv += ["--host", host, "--port", str(port), "--ready-timeout", f"{ready_timeout_s:g}"]
-    if request_timeout_s is not None:
-        argv += ["--request-timeout", f"{request_timeout_s:g}"]
+    argv += (limits or ProxyLimits()).arguments()
     return Command("proxy", tuple(argv), http_url(host, port))
 
 

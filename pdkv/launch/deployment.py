@@ -53,12 +53,12 @@ class PDDeployment(Deployment):
             for engine in (prefill, decode)
         ]
         proxy = proxy_command(
-            engines[0].url,
-            engines[1].url,
+            [engines[0].url],
+            [engines[1].url],
             settings.proxy_host,
             proxy_port,
             ready_timeout_s=settings.ready_timeout_s,
-            request_timeout_s=settings.request_timeout_s,
+            limits=settings.proxy_limits,
         )
         super().__init__(
             [engines, [proxy]],

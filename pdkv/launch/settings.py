@@ -131,6 +131,34 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProxyLimits:
+    """What the proxy takes at once, and how long a request may take; None leaves each to the proxy's own default.
+
+    Attributes:
+        request_timeout_s: seconds that one leg of a request may take.
+        queue_timeout_s: seconds that a request may wait for room on decode.
+        max_requests, max_queued: requests under way, and of these such that wait for room.
+    """
+
+    request_timeout_s: float | None = None
+    queue_timeout_s: float | None = None
+    max_requests: int | None = None
+    max_queued: int | None = None
+
+    def __post_init__(self) -> None:
+        for option, value in self._options():
+            require_positive(option, value, whole=option.startswith("max"))
+
+    def arguments(self) -> tuple[str, ...]:
+        """As ``python -m pdkv.proxy`` takes them."""
+        given = [(option, value) for option, value in self._options() if value is not None]
+        return tuple(text for option, value in given for text in (f"--{option}", f"{value:g}"))
+
+    def _options(self) -> list[tuple[str, float | None]]:
+        return [(f.name.removesuffix("_s").replace("_", "-"), getattr(self, f.name)) for f in fields(self)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PDSettings:
     """A prefill engine, a decode engine and the proxy in front of them, on one machine.
 
@@ -138,7 +166,7 @@ class PDSettings:
         prefill, decode: the two engines; their `host` is loopback unless told otherwise.
         proxy_host, proxy_port: where clients connect; port 0 has a free one picked.
         ready_timeout_s: seconds until every process must answer ``/health``.
-        request_timeout_s: seconds that one leg of a request may take in the proxy; None is the proxy's default.
+        proxy_limits: what the proxy takes at once, and how long a request may take.
         log_dir: folder for ``prefill.log`` and so on; None makes one and removes it after a clean end.
         status_dir: folder in which each engine gets one for its status files; None puts them beside the logs.
     """
@@ -148,7 +176,7 @@ class PDSettings:
     proxy_host: str = LOOPBACK
     proxy_port: int = 0
     ready_timeout_s: float = ENGINE_READY_TIMEOUT_S
-    request_timeout_s: float | None = None
+    proxy_limits: ProxyLimits = field(default_factory=ProxyLimits)
     log_dir: Path | None = None
     status_dir: Path | None = None
 
@@ -156,7 +184,6 @@ class PDSettings:
         require_host("host", self.proxy_host)
         require_port("port", self.proxy_port)
         require_positive("ready-timeout", self.ready_timeout_s)
-        require_positive("request-timeout", self.request_timeout_s)
         if self.prefill.role != "prefill" or self.decode.role != "decode":
             raise ConfigError(
                 f"the engines of a P/D deployment are 'prefill' and 'decode', not {self.prefill.role!r} and "

@@ -1,4 +1,4 @@
-"""``python -m pdkv.proxy``: an OpenAI-compatible server in front of a prefill and a decode engine.
+"""``python -m pdkv.proxy``: an OpenAI-compatible server in front of prefill and decode engines.
 
 Exit codes: 0 ended on request; 1 an engine is not reachable at start-up; 2 a setting is wrong; 130 ended by ctrl-C.
 """
@@ -12,15 +12,18 @@ import socket
 import sys
 from collections.abc import Sequence
 
-import uvicorn
-
 from pdkv.arguments import ArgumentParser
 from pdkv.errors import ConfigError, PdkvError
 from pdkv.proxy.app import create_app
+from pdkv.proxy.server import server
 from pdkv.proxy.settings import (
+    DEFAULT_HEADER_TIMEOUT_S,
     DEFAULT_HOST,
     DEFAULT_MAX_BODY_NBYTES,
+    DEFAULT_MAX_QUEUED,
+    DEFAULT_MAX_REQUESTS,
     DEFAULT_PORT,
+    DEFAULT_QUEUE_TIMEOUT_S,
     DEFAULT_READY_TIMEOUT_S,
     DEFAULT_REQUEST_TIMEOUT_S,
     ProxySettings,
@@ -28,30 +31,36 @@ from pdkv.proxy.settings import (
 from pdkv.proxy.upstream import Engines
 from pdkv.sockets import bind, describe_bind_failure
 
-# Streams that still run when the proxy is told to end; their clients see the connection close.
-_SHUTDOWN_GRACE_S = 5
-
 
 def parse(argv: Sequence[str]) -> ProxySettings:
     """Settings from the command line; ConfigError where they are wrong."""
     p = ArgumentParser(
         prog="python -m pdkv.proxy", description="OpenAI-compatible proxy in front of prefill and decode."
     )
-    p.add_argument("--prefill-url", required=True, help="base URL of the prefill engine")
-    p.add_argument("--decode-url", required=True, help="base URL of the decode engine")
+    for role in ("prefill", "decode"):
+        p.add_argument(
+            f"--{role}-url", required=True, action="append", dest=f"{role}_urls", metavar="URL",
+            help=f"base URL of a {role} engine; may be given several times",
+        )  # fmt: skip
     p.add_argument("--host", default=DEFAULT_HOST, help="address to listen on (default %(default)s)")
     p.add_argument("--port", type=int, default=DEFAULT_PORT, help="port (default %(default)s; 0 picks a free one)")
     for option, metavar, kind, default, text in (
-        ("--ready-timeout", "S", float, DEFAULT_READY_TIMEOUT_S, "seconds until both engines must answer"),
+        ("--ready-timeout", "S", float, DEFAULT_READY_TIMEOUT_S, "seconds until all engines must answer"),
         ("--request-timeout", "S", float, DEFAULT_REQUEST_TIMEOUT_S, "seconds for each leg of a request"),
+        ("--header-timeout", "S", float, DEFAULT_HEADER_TIMEOUT_S, "seconds for a request's header to arrive"),
+        ("--queue-timeout", "S", float, DEFAULT_QUEUE_TIMEOUT_S, "seconds to wait for room on decode, then 503"),
+        ("--max-requests", "N", int, DEFAULT_MAX_REQUESTS, "requests under way at once, beyond them 429"),
+        ("--max-queued", "N", int, DEFAULT_MAX_QUEUED, "of these, such that wait for room, beyond them 429"),
         ("--max-body", "BYTES", int, DEFAULT_MAX_BODY_NBYTES, "largest request body"),
     ):
-        unit = "nbytes" if metavar == "BYTES" else "s"
-        name = f"{option.strip('-').replace('-', '_')}_{unit}"
+        unit = {"BYTES": "_nbytes", "S": "_s", "N": ""}[metavar]
+        name = f"{option.strip('-').replace('-', '_')}{unit}"
         p.add_argument(
             option, metavar=metavar, type=kind, default=default, dest=name, help=f"{text} (default %(default)s)"
         )
-    return ProxySettings(**vars(p.parse_args(argv)))
+    given = vars(p.parse_args(argv))
+    given.update({name: tuple(given[name]) for name in ("prefill_urls", "decode_urls")})
+    return ProxySettings(**given)
 
 
 def listen(settings: ProxySettings) -> socket.socket:
@@ -70,11 +79,8 @@ async def serve(settings: ProxySettings, sock: socket.socket) -> None:
     except BaseException:
         await engines.close()
         raise
-    config = uvicorn.Config(
-        create_app(settings, engines), log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_GRACE_S, lifespan="on"
-    )
     say(f"pdkv.proxy listens on {settings.host}:{sock.getsockname()[1]}")
-    await uvicorn.Server(config).serve(sockets=[sock])
+    await server(create_app(settings, engines), settings).serve(sockets=[sock])
 
 
 def say(text: str) -> None:

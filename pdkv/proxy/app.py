@@ -1,4 +1,4 @@
-"""The proxy's HTTP interface: OpenAI's completions and chat completions, in front of a prefill and a decode engine."""
+"""The proxy's HTTP interface: OpenAI's completions and chat completions, in front of prefill and decode engines."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import aiohttp
-import msgspec
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
 from pdkv.proxy import request as legs
+from pdkv.proxy.answers import EventStream, raise_for_status
 from pdkv.proxy.errors import ApiError, bad_request, engine_error
+from pdkv.proxy.handover import Background, PrefillLeg, release
+from pdkv.proxy.queue import Queue
+from pdkv.proxy.rooms import Place
 from pdkv.proxy.settings import ProxySettings
 from pdkv.proxy.upstream import Engine, Engines
 
@@ -29,8 +30,6 @@ logger = logging.getLogger("pdkv.proxy")
 T = TypeVar("T")
 # The id becomes a header and a part of the engines' request ids and logs.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_SHOWN_NCHARS = 500
-_SLOW_CLIENT_GRACE_S = 30.0
 
 
 class ClientGone(Exception):
@@ -46,13 +45,17 @@ def create_app(settings: ProxySettings, engines: Engines) -> FastAPI:
         try:
             yield
         finally:
-            await engines.close()
+            await proxy.close()
 
     app = FastAPI(title="pdkv proxy", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        return {"status": "ok"}
+        return {"status": "ok"}  # of the proxy alone: an engine that is down does not make it unhealthy
+
+    @app.get("/pdkv/status")
+    async def status() -> dict[str, Any]:
+        return proxy.status()
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -68,7 +71,7 @@ def create_app(settings: ProxySettings, engines: Engines) -> FastAPI:
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
-        return JSONResponse(error.body, error.status)
+        return JSONResponse(error.body, error.status, error.headers)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
@@ -87,95 +90,99 @@ class Proxy:
 
     def __init__(self, settings: ProxySettings, engines: Engines) -> None:
         self._settings = settings
-        self.engines = engines
+        self._engines = engines
+        self._queue = Queue(settings, engines.decode)
+        self._background = Background()
+
+    async def close(self) -> None:
+        """Finish what has to be told to engines; each piece has its deadline."""
+        await self._background.finish()
+        await self._engines.close()
+
+    def status(self) -> dict[str, Any]:
+        """What operators look at: requests under way and waiting, and each decode engine as last heard of."""
+        decode = [
+            {
+                "url": room.engine.url,
+                "free": None if room.report is None else room.report.free,
+                "failure": None if room.failure is None else str(room.failure),
+            }
+            for room in self._queue.rooms
+        ]
+        return {"under_way": self._queue.under_way, "queued": self._queue.waiting, "decode": decode}
 
     async def models(self, request: Request) -> Response:
-        """The decode engine's list of models."""
-        async with self.engines.decode.request("GET", "/v1/models", forwarded_headers(request)) as response:
-            return Response(await response.read(), response.status, media_type=response.content_type)
+        """The list of models of the first decode engine that can be reached."""
+        failure: ApiError | None = None
+        for engine in self._engines.decode:
+            try:
+                async with engine.request("GET", "/v1/models", forwarded_headers(request)) as response:
+                    return Response(await response.read(), response.status, media_type=response.content_type)
+            except ApiError as error:
+                failure = error
+        raise failure or engine_error(503, "there is no decode engine.")
 
     async def generate(self, request: Request, path: str) -> Response:
         """One completion or chat completion, streamed where the client asks for it."""
-        headers = {**forwarded_headers(request), "X-Request-Id": request_id(request)}
-        body = legs.parse(await read_body(request, self._settings))
-        legs.check(body)
-        began = time.monotonic()
-        params = await unless_client_leaves(request, self._prefill(path, headers, body))
-        prefilled = time.monotonic()
-        logger.info("%s prefill %.0f ms", headers["X-Request-Id"], 1e3 * (prefilled - began))
-        response = await unless_client_leaves(request, self._decode(path, headers, legs.decode_request(body, params)))
-        logger.info("%s decode answers after %.0f ms", headers["X-Request-Id"], 1e3 * (time.monotonic() - prefilled))
-        response.headers["X-Request-Id"] = headers["X-Request-Id"]
-        return response
+        async with AsyncExitStack() as held:
+            held.enter_context(self._queue.counted())
+            headers = {**forwarded_headers(request), "X-Request-Id": request_id(request)}
+            body = legs.parse(await read_body(request, self._settings))
+            legs.check(body)
+            place = await unless_client_leaves(request, self._queue.place())
+            held.callback(place.give_up)
+            began = time.monotonic()
+            params = await self._prefill(request, PrefillLeg(self._engines.prefill, path, headers, body), place)
+            prefilled = time.monotonic()
+            logger.info("%s prefill %.0f ms", headers["X-Request-Id"], 1e3 * (prefilled - began))
+            response = await self._decode(request, path, headers, legs.decode_request(body, params), place)
+            logger.info(
+                "%s decode answers after %.0f ms", headers["X-Request-Id"], 1e3 * (time.monotonic() - prefilled)
+            )
+            response.headers["X-Request-Id"] = headers["X-Request-Id"]
+            if isinstance(response, EventStream):
+                response.held.push_async_exit(held.pop_all())
+            return response
 
-    async def _prefill(self, path: str, headers: dict[str, str], body: legs.Json) -> legs.Json:
-        leg = legs.prefill_request(body, chat="chat" in path)
-        async with self.engines.prefill.request("POST", path, headers, leg) as response:
-            content = await response.read()
-            raise_for_status(self.engines.prefill, response.status, content)
-            try:
-                answer = msgspec.json.decode(content)
-            except msgspec.DecodeError as error:
-                raise engine_error(502, f"the prefill engine's answer is not valid JSON: {error}") from error
-        return legs.transfer_params(answer)
+    async def _prefill(self, request: Request, leg: PrefillLeg, place: Place) -> legs.Json:
+        running = asyncio.create_task(leg.run())
+        try:
+            return await unless_client_leaves(request, asyncio.shield(running))
+        except ClientGone:
+            self._background.start(self._give_up(leg, running, place))
+            raise
+        except BaseException:
+            running.cancel()
+            raise
 
-    async def _decode(self, path: str, headers: dict[str, str], body: legs.Json) -> Response:
+    async def _give_up(self, leg: PrefillLeg, running: asyncio.Task[legs.Json], place: Place) -> None:
+        if (params := await leg.give_up(running)) is not None:
+            await release(params, leg.headers, self._decode_engines(place))
+
+    async def _decode(
+        self, request: Request, path: str, headers: dict[str, str], body: legs.Json, place: Place
+    ) -> Response:
+        try:
+            return await unless_client_leaves(request, self._decode_leg(path, headers, body, place))
+        except (ClientGone, ApiError) as error:
+            # Decode itself tells prefill of a request that reached it, and then takes no notice of this.
+            if isinstance(error, ClientGone) or error.status >= 500:
+                params = body["kv_transfer_params"]
+                self._background.start(release(params, headers, self._decode_engines(place)))
+            raise
+
+    def _decode_engines(self, place: Place) -> list[Engine]:
+        return [place.engine, *(engine for engine in self._engines.decode if engine is not place.engine)]
+
+    async def _decode_leg(self, path: str, headers: dict[str, str], body: legs.Json, place: Place) -> Response:
+        place.sent()
         async with AsyncExitStack() as stack:
-            response = await stack.enter_async_context(self.engines.decode.request("POST", path, headers, body))
+            response = await stack.enter_async_context(place.engine.request("POST", path, headers, body))
             if response.status != 200 or response.content_type != "text/event-stream":
                 content = await response.read()
-                raise_for_status(self.engines.decode, response.status, content)
+                raise_for_status(place.engine, response, content)
                 return Response(content, response.status, media_type=response.content_type)
-            return EventStream(self.engines.decode, response, stack.pop_all())
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events of an engine, passed on byte by byte.
-
-    `held` is closed when the response ends, however it ends, and the connection to the engine with it: when the client
-    leaves, the stream is cancelled and the engine stops generating.
-    """
-
-    def __init__(self, engine: Engine, upstream: aiohttp.ClientResponse, held: AsyncExitStack) -> None:
-        self._engine = engine
-        self._upstream = upstream
-        self._held = held
-        super().__init__(self._events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # The engine has its own deadline; this one is for a client that stays connected and does not read.
-        try:
-            async with self._held, asyncio.timeout(self._engine.timeout_s + _SLOW_CLIENT_GRACE_S):
-                await super().__call__(scope, receive, send)
-        except TimeoutError:
-            logger.warning("stream given up: the client did not read it in time")
-
-    async def _events(self) -> AsyncIterator[bytes]:
-        try:
-            with self._engine.failures():
-                async for chunk in self._upstream.content.iter_any():
-                    yield chunk
-        except ApiError as error:
-            # The status is sent already. No [DONE] follows, so that a cut answer never looks complete.
-            logger.warning("stream broke off: %s", error)
-            yield b"data: " + msgspec.json.encode(error.body) + b"\n\n"
-
-
-def raise_for_status(engine: Engine, status: int, content: bytes) -> None:
-    """Pass a client's error on as the engine worded it; turn an engine's error into 502 that names the engine."""
-    if status < 400:
-        return
-    try:
-        body = msgspec.json.decode(content)
-        message = str(body["error"]["message"])
-    except (msgspec.DecodeError, KeyError, TypeError):
-        body, message = None, content[:_SHOWN_NCHARS].decode(errors="replace")
-    if status < 500:
-        error = bad_request(message, status=status)
-        if body is not None:
-            error.body = body
-        raise error
-    raise engine_error(502, f"the {engine.role} engine answered {status}: {message[:_SHOWN_NCHARS]}")
+            return EventStream(place.engine, response, stack.pop_all())
 
 
 def forwarded_headers(request: Request) -> dict[str, str]:

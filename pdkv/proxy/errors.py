@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+#: Seconds after which it makes sense to look again for an engine that cannot be reached.
+DOWN_RETRY_S = 5
+
 
 class ApiError(Exception):
     """An answer other than 200.
@@ -11,12 +14,22 @@ class ApiError(Exception):
     Attributes:
         status: the HTTP status.
         body: what the client gets as JSON.
+        retry_after_s: seconds after which the same request may be sent again; None where that would not help.
+        never_arrived: the engine never got the request, so that another may be asked.
     """
 
-    def __init__(self, status: int, message: str, *, kind: str, param: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, kind: str, param: str | None = None, retry_after_s: int | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
+        self.retry_after_s = retry_after_s
+        self.never_arrived = False
         self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
 
 def bad_request(message: str, param: str | None = None, status: int = 400) -> ApiError:
@@ -24,6 +37,16 @@ def bad_request(message: str, param: str | None = None, status: int = 400) -> Ap
     return ApiError(status, message, kind="invalid_request_error", param=param)
 
 
-def engine_error(status: int, message: str) -> ApiError:
-    """An engine is to blame: 502 it answered wrongly, 503 it does not answer, 504 it took too long."""
-    return ApiError(status, message, kind="engine_error")
+def engine_error(status: int, message: str, retry_after_s: int | None = None) -> ApiError:
+    """An engine is to blame: 502 it answered wrongly, 503 it does not answer or take requests, 504 it took too long."""
+    return ApiError(status, message, kind="engine_error", retry_after_s=retry_after_s)
+
+
+def too_many(message: str, retry_after_s: int) -> ApiError:
+    """429: this proxy has as many requests as it takes."""
+    return ApiError(429, message, kind="too_many_requests", retry_after_s=retry_after_s)
+
+
+def no_room(message: str, retry_after_s: int) -> ApiError:
+    """503: decode takes no more requests now."""
+    return ApiError(503, message, kind="no_room", retry_after_s=retry_after_s)

@@ -6,7 +6,8 @@ that names the limit, and prefill is told to free its blocks: who tries again mu
 
 =============================  =======================================================================================
 ``GET /pdkv/room``             how much room there is now, as JSON
-``POST /v1/pdkv/release``      ``{"kv_transfer_params": {...}}``: nobody will come for these blocks; prefill frees them
+``POST /v1/pdkv/release``      ``{"kv_transfer_params": {...}}``: nobody will come for these blocks, prefill frees
+                               them; does nothing where the request came here, since the engine then tells prefill
 header ``X-Pdkv-Room``         on each answer to a request for tokens: ``requests=3, blocks=120``, what may still come
 ``PDKV_ADMISSION_REQUESTS``    requests that may wait (default: the engine's ``max_num_seqs``)
 ``PDKV_ADMISSION_BLOCKS``      blocks of their prompts (default: all blocks of the engine)
@@ -48,6 +49,8 @@ ROOM_HEADER = b"x-pdkv-room"
 #: Used where neither a setting nor the scheduler's file says how many sequences run at once.
 DEFAULT_REQUESTS = 64
 DEFAULT_BLOCK_SIZE = 16
+#: For so many requests it is known that they came here, so that prefill has heard or will hear of their ends.
+MAX_REMEMBERED = 4096
 RELEASE_TIMEOUT_S = 5.0
 #: A body must be read whole to be looked into. Prompts are text; media come as links or make the largest bodies.
 MAX_BODY_NBYTES = 256 * 2**20
@@ -83,6 +86,7 @@ class DecodeAdmission:
         self._counters = Counters()
         self._admission: Admission | None = None
         self._waiting: dict[str, str] = {}  # who waits, and the key to look for in the file
+        self._came_here: dict[str, None] = {}  # keys of the last requests, oldest first
         self._numbers = itertools.count()
         self._routes = Routes(
             ("GET", "/pdkv/room", self._answer_room), ("POST", "/v1/pdkv/release", self._answer_release)
@@ -114,12 +118,18 @@ class DecodeAdmission:
             return
         name, key = str(next(self._numbers)), key_of(params)
         admission.try_enter(name, num_blocks)
+        self._remember(key)
         # A reference that is used again has been settled before; the file cannot say when this use of it is.
         self._waiting[name] = "" if snapshot is not None and key in snapshot.settled else key
         try:
             await self._app(scope, receive, self._with_room(send, name))
         finally:
             self._leave(name)
+
+    def _remember(self, key: str) -> None:
+        self._came_here[key] = None
+        while len(self._came_here) > MAX_REMEMBERED:
+            del self._came_here[next(iter(self._came_here))]
 
     def _leave(self, name: str) -> None:
         if self._waiting.pop(name, None) is not None:
@@ -168,6 +178,7 @@ class DecodeAdmission:
 
     async def _refuse(self, limit: str, params: dict[str, Any], scope: Scope, receive: Receive, send: Send) -> None:
         self._counters.count("refused_admissions")
+        self._remember(key_of(params))
         await self._release(scope["app"], params)
         admission = self._books(None)
         room, retry_after_s = admission.room(), admission.retry_after_s()
@@ -234,6 +245,8 @@ class DecodeAdmission:
                 "send kv_transfer_params as prefill answered them, with do_remote_prefill.",
                 "invalid_request_error",
             )
+        if key_of(params) in self._came_here:
+            return JSONResponse({"released": False, "reason": "the request came here; its end is told by the engine"})
         released = await self._release(request.app, params)
         return JSONResponse({"released": released}, 200 if released else 502)
 

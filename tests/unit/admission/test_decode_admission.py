@@ -233,6 +233,14 @@ async def test_release_tells_the_engine_and_refuses_what_prefill_did_not_answer(
         assert (await post(decode.app, "/v1/pdkv/release", given)).status == 400
 
 
+async def test_release_leaves_a_request_that_came_here_to_the_engine(folder: Path) -> None:
+    decode = Decode()
+    await decode.send(4)
+    answer = await post(decode.app, "/v1/pdkv/release", {"kv_transfer_params": params(4)})
+    assert (answer.status, answer.json["released"]) == (200, False)
+    assert decode.engine.rejected == []
+
+
 async def test_an_engine_that_cannot_be_told_is_counted_and_the_client_gets_its_answer(folder: Path) -> None:
     decode = Decode()
     decode.app.state.engine_client = None

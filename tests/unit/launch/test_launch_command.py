@@ -12,6 +12,7 @@ import pytest
 from pdkv.errors import ConfigError
 from pdkv.launch import engine_settings
 from pdkv.launch.command import STOCK_NIXL, Command, engine_command, http_url, proxy_command
+from pdkv.launch.settings import ProxyLimits
 from pdkv.proxy.__main__ import parse as parse_proxy
 from pdkv.registry import ConnectorEntry
 
@@ -124,10 +125,13 @@ def test_the_shell_line_is_quoted_and_carries_the_environment():
 
 
 def test_the_proxys_command_line_is_one_that_the_proxy_takes():
-    made = proxy_command("http://a:1", "http://b:2", "127.0.0.1", 8000, ready_timeout_s=7, request_timeout_s=9.5)
+    limits = ProxyLimits(request_timeout_s=9.5, queue_timeout_s=4, max_requests=70, max_queued=5)
+    urls = (["http://a:1", "http://a:2"], ["http://b:2"])
+    made = proxy_command(*urls, "127.0.0.1", 8000, ready_timeout_s=7, limits=limits)
     settings = parse_proxy(made.argv[3:])
-    assert (settings.prefill_url, settings.decode_url) == ("http://a:1", "http://b:2")
+    assert (settings.prefill_urls, settings.decode_urls) == (("http://a:1", "http://a:2"), ("http://b:2",))
     assert (settings.port, settings.ready_timeout_s, settings.request_timeout_s) == (8000, 7, 9.5)
+    assert (settings.queue_timeout_s, settings.max_requests, settings.max_queued) == (4, 70, 5)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
@@ -13,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
 from aiohttp import web
 
 from pdkv.proxy.app import create_app
+from pdkv.proxy.server import server
 from pdkv.proxy.settings import ProxySettings
 from pdkv.proxy.upstream import Engines
 
@@ -35,9 +36,19 @@ HANDED_OVER = {
 
 @dataclass
 class FakeEngine:
-    """What an engine got, and how it answers."""
+    """What an engine got, and how it answers. `free` is the room that decode says it has; None is a stock engine.
+
+    `abortable`: a prefill engine that gives up a request by its id.
+    """
 
     answer: Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
+    free: int | None = None
+    abortable: bool = False
+    released: list[dict[str, Any]] = field(default_factory=list)
+    was_released: threading.Event = field(default_factory=threading.Event)
+    aborted: list[str] = field(default_factory=list)
+    given_up: asyncio.Event = field(default_factory=asyncio.Event)
+    rooms_asked: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     dropped: threading.Event = field(default_factory=threading.Event)
@@ -54,6 +65,24 @@ class FakeEngine:
         except (asyncio.CancelledError, ConnectionError):
             self.dropped.set()
             raise
+
+    async def tell_room(self, request: web.Request) -> web.Response:
+        self.rooms_asked += 1
+        if self.free is None:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        return web.json_response({"free": self.free, "free_blocks": 100, "retry_after_s": 0 if self.free else 7})
+
+    async def release(self, request: web.Request) -> web.Response:
+        self.released.append((await request.json())["kv_transfer_params"])
+        self.was_released.set()
+        return web.json_response({"released": True})
+
+    async def abort(self, request: web.Request) -> web.Response:
+        if not self.abortable:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        self.aborted.append((await request.json())["request_id"])
+        self.given_up.set()
+        return web.json_response({"aborted": 1})
 
 
 def engine(answer: Any, status: int = 200) -> FakeEngine:
@@ -75,20 +104,20 @@ async def hang(request: web.Request, body: dict[str, Any]) -> web.Response:
 
 
 @contextmanager
-def running(*engines: FakeEngine, **settings: Any) -> Iterator[str]:
-    """The base URL of a real proxy in front of (prefill, decode), all in one event loop of a thread of its own."""
+def running(*engines: FakeEngine, num_prefill: int = 1, **settings: Any) -> Iterator[str]:
+    """The base URL of a real proxy in front of prefill, then decode engines, all in one event loop of one thread."""
     started = threading.Event()
     state: dict[str, Any] = {}
 
     async def serve() -> None:
         runners = [await _start(fake) for fake in engines if not fake.url]
-        proxy_settings = ProxySettings(prefill_url=engines[0].url, decode_url=engines[1].url, **settings)
-        app = create_app(proxy_settings, Engines(proxy_settings))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on", timeout_graceful_shutdown=1))
+        urls = tuple(fake.url for fake in engines)
+        proxy_settings = ProxySettings(prefill_urls=urls[:num_prefill], decode_urls=urls[num_prefill:], **settings)
+        proxy = server(create_app(proxy_settings, Engines(proxy_settings)), proxy_settings)
         sock = socket.create_server(("127.0.0.1", 0))
-        state.update(server=server, url=f"http://127.0.0.1:{sock.getsockname()[1]}")
+        state.update(server=proxy, url=f"http://127.0.0.1:{sock.getsockname()[1]}")
         started.set()
-        await server.serve(sockets=[sock])
+        await proxy.serve(sockets=[sock])
         for runner in runners:
             await runner.cleanup()
 
@@ -115,6 +144,9 @@ async def _start(fake: FakeEngine) -> web.AppRunner:
     app.router.add_get("/v1/models", models)
     app.router.add_post("/v1/completions", fake.handle)
     app.router.add_post("/v1/chat/completions", fake.handle)
+    app.router.add_get("/pdkv/room", fake.tell_room)
+    app.router.add_post("/v1/pdkv/release", fake.release)
+    app.router.add_post("/v1/pdkv/abort", fake.abort)
     # handler_cancellation: a handler is cancelled when its client leaves, as vLLM's server does it
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1)
     await runner.setup()
@@ -139,3 +171,17 @@ def post(url: str, body: Any, headers: dict[str, str] | None = None) -> tuple[in
             return response.status, response.headers, json.loads(response.read())
     except urllib.error.HTTPError as error:
         return error.code, error.headers, json.loads(error.read())
+
+
+def get(url: str) -> Any:
+    """The JSON answer of a GET."""
+    with urllib.request.urlopen(url, timeout=DEADLINE_S) as response:
+        return json.loads(response.read())
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Ask until it is so; AssertionError where it does not become so in time."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it has not become so in time"
+        time.sleep(0.01)

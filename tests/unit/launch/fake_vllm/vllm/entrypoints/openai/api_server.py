@@ -34,7 +34,7 @@ FAILURE = """\
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.answer({})
+        self.answer({}, 200 if self.path == "/health" else 404)
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -42,9 +42,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         handed_over = {"do_remote_prefill": True, "remote_block_ids": [[1]]} if params.get("do_remote_decode") else None
         self.answer({"choices": [{"index": 0, "text": " Paris"}], "kv_transfer_params": handed_over})
 
-    def answer(self, content: object) -> None:
+    def answer(self, content: object, status: int = 200) -> None:
         body = json.dumps(content).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -1,0 +1,85 @@
+"""What engines answer, as the client gets it: errors in one form, and streams passed on byte by byte."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import aiohttp
+import msgspec
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from pdkv.proxy.errors import ApiError, bad_request, engine_error
+from pdkv.proxy.upstream import Engine
+
+logger = logging.getLogger("pdkv.proxy")
+
+_SHOWN_NCHARS = 500
+_SLOW_CLIENT_GRACE_S = 30.0
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of an engine, passed on byte by byte.
+
+    `held` is closed when the response ends, however it ends, and the connection to the engine with it: when the client
+    leaves, the stream is cancelled and the engine stops generating.
+    """
+
+    def __init__(self, engine: Engine, upstream: aiohttp.ClientResponse, held: AsyncExitStack) -> None:
+        self._engine = engine
+        self._upstream = upstream
+        self.held = held
+        super().__init__(self._events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # The engine has its own deadline; this one is for a client that stays connected and does not read.
+        try:
+            async with self.held, asyncio.timeout(self._engine.timeout_s + _SLOW_CLIENT_GRACE_S):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            logger.warning("stream given up: the client did not read it in time")
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        try:
+            with self._engine.failures():
+                async for chunk in self._upstream.content.iter_any():
+                    yield chunk
+        except ApiError as error:
+            # The status is sent already. No [DONE] follows, so that a cut answer never looks complete.
+            logger.warning("stream broke off: %s", error)
+            yield b"data: " + msgspec.json.encode(error.body) + b"\n\n"
+
+
+def raise_for_status(engine: Engine, response: aiohttp.ClientResponse, content: bytes) -> None:
+    """Pass a client's error on as the engine worded it; turn an engine's error into 502 that names the engine.
+
+    An engine that takes no requests now (503, with or without a time to come back) is 503 here too.
+    """
+    status = response.status
+    if status < 400:
+        return
+    retry_after_s = _retry_after_s(response)
+    try:
+        body = msgspec.json.decode(content)
+        message = str(body["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        body, message = None, content[:_SHOWN_NCHARS].decode(errors="replace")
+    if status < 500:
+        error = bad_request(message, status=status)
+        error.retry_after_s = retry_after_s
+        if body is not None:
+            error.body = body
+        raise error
+    said = f"the {engine.role} engine answered {status}: {message[:_SHOWN_NCHARS]}"
+    if status == 503:
+        raise engine_error(503, said, retry_after_s or 1)
+    raise engine_error(502, said)
+
+
+def _retry_after_s(response: aiohttp.ClientResponse) -> int | None:
+    """Seconds in the Retry-After header; None where there is none, or a date."""
+    text = response.headers.get("Retry-After", "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 9 else None
