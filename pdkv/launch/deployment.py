@@ -23,6 +23,7 @@ from pdkv.launch.machine import check_port, pick_free_ports, resolve, share_cpus
 from pdkv.launch.process import Report
 from pdkv.launch.settings import ENGINE_READY_TIMEOUT_S, EngineSettings, PDSettings, engine_settings
 from pdkv.launch.supervisor import Deployment, quiet, temporary_dir
+from pdkv.locks import held_by
 from pdkv.registry import ConnectorEntry
 
 
@@ -178,7 +179,13 @@ def _read_status_file(path: Path) -> dict[str, Any]:
 
 
 def _status_dirs(root: Path, engines: Sequence[EngineSettings]) -> dict[str, Path]:
-    return {engine.role: (root / engine.role).absolute() for engine in engines if engine.kind == "pdkv"}
+    folders = {engine.role: (root / engine.role).absolute() for engine in engines if engine.kind == "pdkv"}
+    for folder in folders.values():
+        if (pid := held_by(folder)) is not None:
+            raise ConfigError(
+                f"another engine (pid {pid}) writes its status to {folder}; end it, or give another --status-dir."
+            )
+    return folders
 
 
 def _refuse_shared_ports(settings: PDSettings) -> None:

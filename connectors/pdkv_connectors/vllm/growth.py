@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.parallel_state import get_world_group
 from vllm.logger import init_logger
 
-from pdkv import lifecycle
+from pdkv import lifecycle, locks
 from pdkv.errors import ConnectorError, SeamError, StateError
 from pdkv.kvcache import GrowableKVCache
 from pdkv.kvcache.ranks import minimum_over
@@ -92,6 +92,16 @@ class GrowableWorker:
         self.times_s: dict[str, float] = {}
         self.probe_gb_per_s: float | None = None
         super().__init__(vllm_config, *args, **kwargs)
+        self._lock_status_dir()
+
+    def _lock_status_dir(self) -> None:
+        """Refuse a status folder that another engine writes to. Data-parallel engines of one server share theirs."""
+        if self.settings.status_dir is None or self.rank != 0:
+            return
+        index = self.vllm_config.parallel_config.data_parallel_index
+        name = locks.ENGINE_LOCK if index == 0 else f"{index}-{locks.ENGINE_LOCK}"
+        self._lock = locks.FolderLock(self.settings.status_dir, name)
+        self._lock.take()
 
     # What differs by device.
 
