@@ -111,7 +111,7 @@ class TransportBase(Transport, Generic[L]):
 
     @abstractmethod
     def _do_disconnect(self, connection: Connection[L]) -> None:
-        """Let go of a peer; no transfer with it runs."""
+        """Let go of a peer; no transfer with it runs. A new connection with the engine may have been added already."""
 
     @abstractmethod
     def _do_post(self, connection: Connection[L], pairs: Sequence[BlockPair], *, reads: bool) -> PostedTransfer:
@@ -165,9 +165,12 @@ class TransportBase(Transport, Generic[L]):
         except PdkvError:
             self.counts["refused"] += 1
             raise
-        self.disconnect(peer.engine_id)
+        before = self._connections.drop(peer.engine_id)
         self._connections.add(connection)
         self.counts["connects"] += 1
+        if before is not None:
+            self._leaving.append(before)
+            self._let_go()
 
     def disconnect(self, engine_id: str) -> None:
         connection = self._connections.drop(engine_id)
