@@ -1,18 +1,20 @@
 """The P/D protocol, engine-agnostic: what P and D say to each other, and how every request ends on both sides.
 
 :class:`Producer` and :class:`Consumer` are state machines without threads, sockets or sleeps: the host hands them
-events and does the actions that they return. `pdkv.testing.faults` runs them under every fault that a network, a
-transport or a peer can have.
+events and does the actions that they return. :class:`Session` is such a host, over any transport and message carrier.
+`pdkv.testing.faults` runs them under every fault that a network, a transport or a peer can have.
 """
 
 from __future__ import annotations
 
 from pdkv.transfer.admission import Admission, Room
 from pdkv.transfer.blocks import BlockPair, BlockRun, pair_by_index
+from pdkv.transfer.carrier import MessageCarrier
 from pdkv.transfer.clock import Clock, SystemClock
 from pdkv.transfer.consumer import Consumer
 from pdkv.transfer.consumer_state import ConsumerSettings
 from pdkv.transfer.counters import Counters
+from pdkv.transfer.hosting import LocalHost, TransportHost
 from pdkv.transfer.issued import ReferenceSettings
 from pdkv.transfer.leases import LeaseSettings, LeaseTable, Renewer
 from pdkv.transfer.messages import Claim, Compatibility, Descriptor, EngineRef, FailCode, TransferKey, decode, encode
@@ -20,6 +22,7 @@ from pdkv.transfer.producer import Producer
 from pdkv.transfer.producer_books import ProducerSettings
 from pdkv.transfer.quarantine import Quarantine, QuarantineSettings
 from pdkv.transfer.reference import Reference
+from pdkv.transfer.session import Session, SessionSettings
 
 __all__ = [
     "Admission",
@@ -36,6 +39,8 @@ __all__ = [
     "FailCode",
     "LeaseSettings",
     "LeaseTable",
+    "LocalHost",
+    "MessageCarrier",
     "Producer",
     "ProducerSettings",
     "Quarantine",
@@ -44,8 +49,11 @@ __all__ = [
     "ReferenceSettings",
     "Renewer",
     "Room",
+    "Session",
+    "SessionSettings",
     "SystemClock",
     "TransferKey",
+    "TransportHost",
     "decode",
     "encode",
     "pair_by_index",

@@ -129,6 +129,14 @@ class Consumer(ConsumerLoading):
         """The engine has finished with the request. Idempotent; only a lease that is still held ends by it."""
         self.gone(request_id, "finished")
 
+    def abort_all(self, code: FailCode, reason: str) -> None:
+        """End every request here, those whose KV has arrived without a word to the engine, the others as failed."""
+        for request in list(self._requests.values()):
+            if request.phase is Phase.LOADED:
+                self._let_go(request)
+            else:
+                self._fail(request, code, reason)
+
     def preempted(self, request_id: str) -> bool:
         """The engine took the request's blocks away. True: call `allocated` again; False: compute it here (counted).
 
@@ -161,7 +169,7 @@ class Consumer(ConsumerLoading):
             case Welcome():
                 self._welcome(message)
             case Refuse():
-                self.peer_lost(message.meant.engine_id, message.code, message.reason)
+                self._refused(message)
             case Renewed():
                 self._renewed(message)
             case Ack():
@@ -247,6 +255,13 @@ class Consumer(ConsumerLoading):
             elif self._peers.get(request.reference.engine) is not None:
                 self._handshakes.pop(engine_id, None)
                 self._advance(request)
+
+    def _refused(self, message: Refuse) -> None:
+        known = self._peers.newest(message.meant.engine_id)
+        if known is not None and known.ref.generation > message.meant.generation:
+            self.counters.count("late_refusals")  # of memory that has been replaced since
+            return
+        self.peer_lost(message.meant.engine_id, message.code, message.reason)
 
     def _renewed(self, message: Renewed) -> None:
         request = self._by_key.get(message.key)

@@ -54,6 +54,10 @@ class ConsumerBooks(Endpoint):
         """Requests with a transfer or a lease, for the error that refuses a sleep."""
         return tuple(sorted(self._requests))
 
+    def __contains__(self, request_id: str) -> bool:
+        """Whether the request waits for KV, or holds a lease after it has come."""
+        return request_id in self._requests
+
     def next_deadline(self) -> float | None:
         requests = self._requests.values()
         return earliest(

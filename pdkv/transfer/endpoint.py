@@ -69,6 +69,18 @@ class Endpoint:
         """When :meth:`tick` has something to do next, on the clock that was given; an idle engine too must call it."""
         return earliest(self._outbox.next_deadline(), self.quarantine.next_deadline())
 
+    def holders(self) -> tuple[str, ...]:
+        """Requests that hold blocks, or a lease on the other side's."""
+        raise NotImplementedError
+
+    def knows(self, engine_id: str) -> bool:
+        """Whether the engine has been met and not been lost since."""
+        return self._peers.newest(engine_id) is not None
+
+    def awaits_ack(self, message: Ack) -> bool:
+        """Whether this answers something that is being repeated here."""
+        return self._outbox.pending(message.key)
+
     def _settle(self, key: TransferKey) -> None:
         """Something about this transfer is over; forget what need not be remembered."""
 

@@ -31,6 +31,14 @@ class Peers:
         peer = self._peers.get(ref.engine_id)
         return peer if peer is not None and peer.ref == ref else None
 
+    def newest(self, engine_id: str) -> Peer | None:
+        """The peer in whichever generation."""
+        return self._peers.get(engine_id)
+
+    def all(self) -> tuple[Peer, ...]:
+        """Everybody that is known."""
+        return tuple(self._peers.values())
+
     def learn(self, ref: EngineRef, descriptor: Descriptor) -> AddPeer | None:
         """Remember a descriptor; what the host has to do where it is new. One of an older generation is ignored."""
         known = self._peers.get(ref.engine_id)

@@ -116,7 +116,7 @@ class Producer(ProducerBooks):
             self._send(Abort(sender=self.me, receiver=engine, key=key, reason=reason[:512]))
 
     def sleep(self) -> None:
-        """Refuse everything from now on; the host may unregister and release its memory.
+        """Refuse everything from now on, and tell who knows this engine; then the host may release its memory.
 
         Raises:
             StateError: asleep already; or blocks are held for D, or a WRITE has not ended: the message names them.
@@ -130,6 +130,8 @@ class Producer(ProducerBooks):
                 "in quarantine; wait until they have ended, or abort them, before sleeping."
             )
         self.asleep = True
+        for peer in self._peers.all():
+            self._send(self._refusal(peer.ref, self.me, FailCode.ASLEEP, "the engine has gone to sleep"))
 
     def wake(self, generation: int, descriptor: Descriptor) -> None:
         """Memory is registered again, as `generation`, which must be higher than before."""
@@ -234,8 +236,10 @@ class Producer(ProducerBooks):
 
     def _refuse_peer(self, message: Handshake, code: FailCode, reason: str) -> None:
         self.counters.count(f"refused_{code}")
-        refuse = Refuse(sender=self.me, receiver=message.sender, meant=message.receiver, code=code, reason=reason[:512])
-        self._send(refuse)
+        self._send(self._refusal(message.sender, message.receiver, code, reason))
+
+    def _refusal(self, peer: EngineRef, meant: EngineRef, code: FailCode, reason: str) -> Refuse:
+        return Refuse(sender=self.me, receiver=peer, meant=meant, code=code, reason=reason[:512])
 
     def _renew(self, message: Renew) -> None:
         if self._is_refused(message):

@@ -53,6 +53,10 @@ class Quarantine:
         """Seconds that the oldest entry has been held, 0.0 where there is none: a metric."""
         return max((self._clock.monotonic() - entry.since for entry in self._entries), default=0.0)
 
+    def request_ids(self) -> tuple[str, ...]:
+        """Whose blocks are held, in order of their coming; one may be there more than once."""
+        return tuple(entry.request_id for entry in self._entries)
+
     def hold(self, request_id: str, block_ids: tuple[int, ...], running: Collection[TransferKey]) -> None:
         """Keep the blocks until each of the `running` transfers has ended."""
         self._entries.append(_Entry(request_id, block_ids, set(running), self._clock.monotonic()))

@@ -1,0 +1,123 @@
+"""Sessions in real time: engines that take no steps, and threads that keep their sessions going."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from session_pair import contents, fill, make_cache, make_session, run
+
+import pdkv
+from pdkv.errors import ConnectorError
+from pdkv.transfer.actions import FreeBlocks, Loaded
+from pdkv.transfer.inproc_carrier import InprocNetwork
+from pdkv.transfer.session import Session
+
+pytestmark = pytest.mark.cpu
+
+DEADLINE_S = 30.0
+
+
+class Idle:
+    """An engine that sleeps until its session has something for it."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._event = threading.Event()
+        session.start(self._event.set)
+
+    def wait_for(self, wanted: object) -> None:
+        seen: list[object] = []
+        while wanted not in seen:
+            assert self._event.wait(DEADLINE_S), f"{wanted} has not come, only {seen}"
+            self._event.clear()
+            seen += self.session.poll()
+
+
+@pytest.fixture
+def caches() -> Iterator[tuple[pdkv.GrowableKVCache, pdkv.GrowableKVCache]]:
+    made = make_cache(40), make_cache(40)
+    yield made
+    for cache in made:
+        cache.close()
+
+
+def test_two_idle_engines_exchange_requests_by_their_threads_alone(
+    caches: tuple[pdkv.GrowableKVCache, pdkv.GrowableKVCache],
+) -> None:
+    network = InprocNetwork()
+    prefill = Idle(make_session(network, "P", "prefill", caches[0]))
+    decode = Idle(make_session(network, "D", "decode", caches[1]))
+    for index in range(20):
+        fill(caches[0], [1, 2], seed=index)
+        reference = prefill.session.offer(f"r{index}", run(1, 2), 32)
+        decode.session.arrived(f"r{index}", reference, 32)
+        decode.session.allocated(f"r{index}", run(4, 3))
+        decode.wait_for(Loaded(f"r{index}"))
+        assert torch.equal(contents(caches[1], [4, 3]), contents(caches[0], [1, 2]))
+        prefill.wait_for(FreeBlocks(f"r{index}", (1, 2)))
+    prefill.session.close()
+    decode.session.close()
+
+
+def test_calls_and_polls_of_many_threads_lose_no_request(
+    caches: tuple[pdkv.GrowableKVCache, pdkv.GrowableKVCache],
+) -> None:
+    network = InprocNetwork()
+    prefill = make_session(network, "P", "prefill", caches[0])
+    decode = Idle(make_session(network, "D", "decode", caches[1]))
+    prefill.start()
+
+    def ask(first: int) -> None:
+        for index in range(first, first + 8):
+            reference = prefill.offer(f"r{index}", run(index + 1), 16)
+            decode.session.arrived(f"r{index}", reference, 16)
+            decode.session.allocated(f"r{index}", run(index + 1))
+
+    threads = [threading.Thread(target=ask, args=(8 * index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    seen: set[str] = set()
+    while len(seen) < 32:
+        assert decode._event.wait(DEADLINE_S), f"only {sorted(seen)} have come"
+        decode._event.clear()
+        seen |= {event.request_id for event in decode.session.poll() if isinstance(event, Loaded)}
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    prefill.close()
+    decode.session.close()
+
+
+def test_an_idle_session_makes_turns_only_when_something_is_due(
+    caches: tuple[pdkv.GrowableKVCache, pdkv.GrowableKVCache],
+) -> None:
+    session = make_session(InprocNetwork(), "P", "prefill", caches[0])
+    session.start()
+    thread = session._thread
+    assert thread is not None
+    for _ in range(50):
+        session.metrics()
+    assert thread.turns <= 2
+    session.close()
+
+
+def test_an_error_of_the_thread_reaches_the_engine(
+    caches: tuple[pdkv.GrowableKVCache, pdkv.GrowableKVCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = make_session(InprocNetwork(), "P", "prefill", caches[0])
+    ended = threading.Event()
+
+    def broken() -> None:
+        ended.set()
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(session.host, "progress", broken)
+    session.start()
+    assert ended.wait(DEADLINE_S)
+    assert session._thread is not None
+    session._thread._thread.join(DEADLINE_S)
+    with pytest.raises(ConnectorError, match="ZeroDivisionError"):
+        session.poll()
+    session.close()
