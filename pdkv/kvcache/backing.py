@@ -116,11 +116,15 @@ class SegmentBacking:
         else:
             self.grow(needs)
 
-    def zero(self, segment: int, begin: int, end: int) -> None:
-        """Zero bytes ``begin..end-1`` of a segment, as far as they are mapped."""
-        end = min(end, self._backed[segment])
-        if begin < end:
-            self._reservation.driver.zero(self.address + self._offsets[segment] + begin, end - begin)
+    def zero_between(self, begins: Sequence[int], ends: Sequence[int]) -> None:
+        """Zero bytes ``begin..end-1`` of each segment, as far as they are mapped."""
+        ranges = [
+            (self.address + offset + begin, min(end, backed) - begin)
+            for offset, begin, end, backed in zip(self._offsets, begins, ends, self._backed, strict=True)
+            if begin < min(end, backed)
+        ]
+        if ranges:
+            self._reservation.driver.zero_all(ranges)
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """int8 over a range of the reservation, its storage being exactly that range; touches no page."""

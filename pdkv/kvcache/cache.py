@@ -10,11 +10,10 @@ To be changed from one thread at a time. The read-only methods may be called fro
 from __future__ import annotations
 
 from dataclasses import replace
-from operator import index as as_integer
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from pdkv.errors import CapacityError, DriverError, StateError
+from pdkv.errors import DriverError, StateError
 from pdkv.kvcache.backing import SegmentBacking
 from pdkv.kvcache.config import KVCacheConfig
 from pdkv.kvcache.extents import Chunk, Extent, find_extent, segment_extents, split_at_extents
@@ -109,7 +108,7 @@ class GrowableKVCache:
 
         More than the capacity counts as the capacity, as in :meth:`commit`.
         """
-        return self._config.physical_bytes_for(self._clamped(num_blocks), self._driver.granule)
+        return self._config.physical_bytes_for(self._config.clamped(num_blocks), self._driver.granule)
 
     def blocks_within(self, nbytes: int) -> int:
         """The most blocks whose :meth:`physical_bytes_for` is at most `nbytes`; between 0 and the capacity."""
@@ -148,7 +147,7 @@ class GrowableKVCache:
         self._require_open()
         if self.is_released:
             raise StateError("the KV cache is released; call recommit() before commit().")
-        target = self._clamped(num_blocks)
+        target = self._config.clamped(num_blocks)
         if not shrink:
             target = max(target, self._committed)
         self._config.require_growable(target)
@@ -164,7 +163,7 @@ class GrowableKVCache:
                 self._zero_tails(target)
                 (self._backing.replace_preserving if remap else self._backing.grow)(needs)
         except DriverError:
-            self._committed = min(before, self._blocks_backed())
+            self._committed = min(before, self._config.blocks_backed_by(self._backing.backed))
             raise
         self._committed = target
         return self._report(before, generation, contents_kept=not remap or preserve)
@@ -317,30 +316,15 @@ class GrowableKVCache:
             what = "released; call recommit() first" if self.is_released else "empty; commit at least one block first"
             raise StateError(f"the KV cache is {what}: it has no committed views.")
 
-    def _clamped(self, num_blocks: int) -> int:
-        try:
-            blocks = as_integer(num_blocks)
-        except TypeError:
-            raise CapacityError(f"a number of blocks is a whole number, not {num_blocks!r}.") from None
-        if blocks < 0:
-            raise CapacityError(f"a number of blocks is at least 0, not {blocks}.")
-        return min(blocks, self.capacity_blocks)
-
     def _needs(self, num_blocks: int) -> list[int]:
         return self._config.segment_bytes_for(num_blocks, self._driver.granule)
 
     def _zero_tails(self, target: int) -> None:
         """Zero the new blocks' part of the last granules, which are mapped already and may have been written (I2)."""
-        if target <= self._committed:
-            return
-        for number, where in enumerate(self._segments):
-            begin = self._config.prefix_bytes(where, self._committed)
-            self._backing.zero(number, begin, self._config.prefix_bytes(where, target))
-
-    def _blocks_backed(self) -> int:
-        """Blocks that all segments have memory for, after an operation that failed."""
-        backed = zip(self._segments, self._backing.backed, strict=True)
-        return min(nbytes // where.block_stride for where, nbytes in backed) if self._config.can_grow else 0
+        if target > self._committed:
+            begins = [self._config.prefix_bytes(where, self._committed) for where in self._segments]
+            ends = [self._config.prefix_bytes(where, target) for where in self._segments]
+            self._backing.zero_between(begins, ends)
 
     def _report(self, before: int, generation: int, *, contents_kept: bool) -> CommitReport:
         return CommitReport(

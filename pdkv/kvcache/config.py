@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import index as as_integer
 
 from pdkv.errors import CapacityError, ConfigError, LayoutError
 from pdkv.kvcache.layout import KVCacheLayout, byte_strides, growable_layouts
@@ -75,7 +76,7 @@ class KVCacheConfig:
         """Names of all layers, in the order of the placements."""
         return tuple(name for tensor in self.tensors for name in tensor.layers)
 
-    @property
+    @cached_property
     def can_grow(self) -> bool:
         """Whether a prefix of blocks lies in a prefix of every segment. Otherwise all is committed, or nothing."""
         return self.layout.is_block_compact
@@ -128,6 +129,26 @@ class KVCacheConfig:
             moved[region.tensor, region.layer] = (begin, rooms[index])
         tensors = tuple(self._moved(number, moved, sum(rooms)) for number in range(len(self.tensors)))
         return replace(self, tensors=tensors)
+
+    def clamped(self, num_blocks: int) -> int:
+        """`num_blocks`, or the capacity where that is less.
+
+        Raises:
+            CapacityError: it is negative, or no whole number.
+        """
+        try:
+            blocks = as_integer(num_blocks)
+        except TypeError:
+            raise CapacityError(f"a number of blocks is a whole number, not {num_blocks!r}.") from None
+        if blocks < 0:
+            raise CapacityError(f"a number of blocks is at least 0, not {blocks}.")
+        return min(blocks, self.num_blocks)
+
+    def blocks_backed_by(self, sizes: Sequence[int]) -> int:
+        """The most blocks that lie whole in the first `sizes` bytes of each segment; 0 in a layout that cannot grow."""
+        if not self.can_grow:
+            return 0
+        return min(nbytes // where.block_stride for where, nbytes in zip(self.segments, sizes, strict=True))
 
     def prefix_bytes(self, segment: Segment, num_blocks: int) -> int:
         """Bytes from the beginning of `segment` that `num_blocks` blocks take in it, without rounding."""

@@ -6,7 +6,7 @@ import importlib
 import logging
 
 from pdkv.errors import ConfigError, DriverError, DriverUnavailableError
-from pdkv.memory.driver import MappedChunk, MemoryDriver, MemoryInfo, PhysicalChunk
+from pdkv.memory.driver import MappedChunk, MemoryDriver, MemoryInfo, PhysicalChunk, Progress
 from pdkv.memory.host import DEFAULT_GRANULE, HostDriver
 from pdkv.memory.reservation import Piece, ReleaseReport, Reservation
 from pdkv.memory.wrappers import CountingDriver, FailingDriver, ForwardingDriver, LimitedDriver
@@ -87,6 +87,7 @@ __all__ = [
     "MemoryInfo",
     "PhysicalChunk",
     "Piece",
+    "Progress",
     "ReleaseReport",
     "Reservation",
     "open_driver",

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from pdkv.errors import DriverError, PdkvError
+from pdkv.memory._pieces import Piece
 from pdkv.memory._ranges import RangeSet
-from pdkv.memory.driver import MemoryDriver, PhysicalChunk
+from pdkv.memory.driver import MemoryDriver, PhysicalChunk, Progress
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,30 @@ class Backing:
         other._held -= chunk.nbytes
 
     # -- several steps
+
+    def back(self, pieces: Sequence[Piece], chunks: Sequence[PhysicalChunk] = ()) -> None:
+        """Map a chunk at each piece, zeroed: the loose `chunks` at the first ones, new ones at the others.
+
+        All or nothing: where it fails, none of the pieces is backed, and all of the chunks are released.
+        """
+        progress = Progress(list(chunks))
+        try:
+            self.driver.back([(self.address + piece.offset, piece.nbytes) for piece in pieces], progress)
+        except BaseException:
+            self._note(pieces, progress, chunks)
+            self.discard([piece.offset for piece in pieces[: progress.mapped]], progress.chunks)
+            raise
+        self._note(pieces, progress, chunks)
+
+    def _note(self, pieces: Sequence[Piece], progress: Progress, before: Sequence[PhysicalChunk]) -> None:
+        """Take into the books what `progress` says. The chunks `before` were loose."""
+        for chunk in before:
+            self._remove_loose(chunk)
+        self.loose += progress.chunks[progress.mapped :]
+        self._held += sum(chunk.nbytes for chunk in progress.chunks[len(before) :])
+        for piece, chunk in zip(pieces[: progress.mapped], progress.chunks, strict=False):
+            self.mapped[piece.offset] = chunk
+            self.ranges.add(piece.offset, chunk.nbytes)
 
     def unmap_all(self, offsets: Sequence[int]) -> list[tuple[int, PhysicalChunk]]:
         """Unmap the chunks at the offsets and return them, loose; where one cannot be, all stay mapped."""

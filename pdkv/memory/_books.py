@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pdkv.errors import DriverError
@@ -47,11 +48,29 @@ class DriverBooks:
     def check_map(self, address: int, chunk: PhysicalChunk) -> None:
         """A chunk of this driver, and free addresses for it inside one reservation."""
         self.check_chunk(chunk)
+        self._check_place(address, chunk.nbytes)
+        self.reservation_around(address, chunk.nbytes)
+
+    def check_back(self, ranges: Sequence[tuple[int, int]], chunks: Sequence[PhysicalChunk]) -> None:
+        """Chunks of this driver, and free addresses, each range inside one reservation and apart from the others."""
+        for chunk in chunks:
+            self.check_chunk(chunk)
+        low = high = end = 0  # the reservation around the last range, and where that range ended
+        for address, nbytes in sorted(ranges):
+            self.check_size(nbytes)
+            if address < end:
+                raise DriverError(f"0x{address:x} + {nbytes} overlaps another range, which ends at 0x{end:x}")
+            end = address + nbytes
+            if address < low or end > high:
+                low, size = self.reservation_around(address, nbytes)
+                high = low + size
+            self._check_place(address, nbytes)
+
+    def _check_place(self, address: int, nbytes: int) -> None:
         if address % self.granule:
             raise DriverError(f"0x{address:x} is no multiple of the granule {self.granule}")
-        self.reservation_around(address, chunk.nbytes)
-        if self.mapped.overlapping(address, chunk.nbytes):
-            raise DriverError(f"something is mapped already in 0x{address:x} + {chunk.nbytes}; unmap it first")
+        if not self.mapped.is_free(address, nbytes):
+            raise DriverError(f"something is mapped already in 0x{address:x} + {nbytes}; unmap it first")
 
     def check_unmap(self, address: int, nbytes: int) -> None:
         """One whole mapping."""

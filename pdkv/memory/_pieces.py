@@ -68,6 +68,8 @@ def checked(pieces: Sequence[Piece], granule: int, reserved: int) -> list[Piece]
 
 def check_unmapped(piece: Piece, mapped: RangeSet, allowed: Sequence[int] = ()) -> None:
     """Raise StateError where the piece reaches a mapped range whose offset is not in `allowed`."""
+    if mapped.is_free(piece.offset, piece.nbytes):
+        return
     for offset, nbytes in mapped.overlapping(piece.offset, piece.nbytes):
         if offset not in allowed:
             raise StateError(f"{piece} reaches memory that is mapped already, at {offset} + {nbytes}")

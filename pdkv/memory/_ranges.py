@@ -51,6 +51,14 @@ class RangeSet:
                 found.append((other, self._sizes[other]))
         return found
 
+    def is_free(self, start: int, nbytes: int) -> bool:
+        """Whether no range shares a byte with the given one."""
+        index = bisect_left(self._starts, start + nbytes)
+        if index == 0:
+            return True
+        before = self._starts[index - 1]
+        return before + self._sizes[before] <= start
+
     def covered(self, start: int, nbytes: int) -> int:
         """How many bytes from `start` on, `nbytes` at most, are covered without a hole."""
         position = start

@@ -13,16 +13,22 @@ this is built on:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pdkv.errors import DriverError, StateError
 from pdkv.memory import _dlpack
 from pdkv.memory._books import DriverBooks
 from pdkv.memory._vmm_api import VmmApi
-from pdkv.memory.driver import MappedChunk, MemoryDriver, MemoryInfo, PhysicalChunk
+from pdkv.memory.driver import MappedChunk, MemoryDriver, MemoryInfo, PhysicalChunk, Progress
 
 if TYPE_CHECKING:
     import torch
+
+
+# From so many bytes on it is asked first whether they are there, since taking what is left and giving it back would
+# disturb others. A small growth step does without that call: the vendor's driver refuses the chunk that does not fit.
+_ASK_FIRST_NBYTES = 1 << 30
 
 
 class VmmDriver(MemoryDriver):
@@ -59,7 +65,10 @@ class VmmDriver(MemoryDriver):
         self._check_open()
         self._books.check_size(nbytes)
         with self._api.on_device():
-            chunk = PhysicalChunk(self._api.create(nbytes), nbytes)
+            return self._create_now(nbytes)
+
+    def _create_now(self, nbytes: int) -> PhysicalChunk:
+        chunk = PhysicalChunk(self._api.create(nbytes), nbytes)
         self._books.chunks[chunk.handle] = chunk
         return chunk
 
@@ -85,13 +94,36 @@ class VmmDriver(MemoryDriver):
         self._check_open()
         self._books.check_map(address, chunk)
         with self._api.on_device():
-            self._api.map(address, chunk.nbytes, chunk.handle)
-            try:
-                self._api.set_access(*self._access_range(address, chunk.nbytes))
-            except BaseException:
-                self._api.unmap(address, chunk.nbytes)
-                raise
-        self._books.mapped.add(address, chunk.nbytes)
+            self._map_now(address, chunk)
+
+    def _map_now(self, address: int, chunk: PhysicalChunk) -> None:
+        api, nbytes = self._api, chunk.nbytes
+        api.map(address, nbytes, chunk.handle)
+        try:
+            api.set_access(*self._access_range(address, nbytes))
+        except BaseException:
+            api.unmap(address, nbytes)
+            raise
+        self._books.mapped.add(address, nbytes)
+
+    def back(self, ranges: Sequence[tuple[int, int]], progress: Progress) -> None:
+        """As in the contract. Nothing can be at work on memory that is new at its address, so nothing is waited for
+        before it is zeroed; and all of it is waited for once.
+        """
+        self._check_open()
+        self._books.check_back(ranges, progress.chunks)
+        missing = progress.missing(ranges)
+        if sum(missing) >= _ASK_FIRST_NBYTES:
+            self._require_room(sum(missing))
+        with self._api.on_device():
+            for nbytes in missing:
+                progress.chunks.append(self._create_now(nbytes))
+            for (address, _), chunk in zip(ranges, progress.chunks, strict=True):
+                self._map_now(address, chunk)
+                progress.mapped += 1
+            for address, nbytes in ranges:
+                self._api.start_zero(address, nbytes)
+            self._api.finish()
 
     def unmap(self, address: int, nbytes: int) -> None:
         self._books.check_unmap(address, nbytes)
@@ -120,12 +152,20 @@ class VmmDriver(MemoryDriver):
     # -- contents
 
     def zero(self, address: int, nbytes: int) -> None:
+        self.zero_all([(address, nbytes)])
+
+    def zero_all(self, ranges: Sequence[tuple[int, int]]) -> None:
         """As in the contract. Work that was started earlier, on any stream, comes first, as it would on a CPU."""
-        self._books.check_mapped(address, nbytes)
-        if nbytes:
-            with self._api.on_device():
-                self._api.synchronize()
-                self._api.zero(address, nbytes)
+        for address, nbytes in ranges:
+            self._books.check_mapped(address, nbytes)
+        if not any(nbytes for _, nbytes in ranges):
+            return
+        with self._api.on_device():
+            self._api.synchronize()
+            for address, nbytes in ranges:
+                if nbytes:
+                    self._api.start_zero(address, nbytes)
+            self._api.finish()
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         """As in the contract. Work that was started earlier, on any stream, comes first, as it would on a CPU."""
@@ -133,7 +173,8 @@ class VmmDriver(MemoryDriver):
         if nbytes:
             with self._api.on_device():
                 self._api.synchronize()
-                self._api.copy(destination, source, nbytes)
+                self._api.start_copy(destination, source, nbytes)
+                self._api.finish()
 
     def tensor(self, address: int, nbytes: int, keepalive: object) -> torch.Tensor:
         self._check_open()

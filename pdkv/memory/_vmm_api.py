@@ -75,12 +75,12 @@ class VmmApi(ABC):
         Both vendors' bindings return a tuple that begins with a member of an integer enumeration, 0 for success.
         """
         try:
-            code, *values = getattr(self._module, function)(*arguments)
+            result = getattr(self._module, function)(*arguments)
         except ValueError as error:  # a runtime newer than its bindings may return a code that they have no name for
             raise DriverError(f"{function} failed: {error}") from error
-        if int(code) != 0:
-            raise error_from(function, str(code.name), wanted, lambda: self.memory_info().free)
-        return values[0] if len(values) == 1 else tuple(values)
+        if result[0]:
+            raise error_from(function, str(result[0].name), wanted, lambda: self.memory_info().free)
+        return result[1] if len(result) == 2 else result[1:]
 
     @abstractmethod
     def on_device(self) -> AbstractContextManager[None]:
@@ -124,12 +124,16 @@ class VmmApi(ABC):
     def export_fd(self, handle: int) -> int: ...
 
     @abstractmethod
-    def zero(self, address: int, nbytes: int) -> None:
-        """Fill with zero bytes on the driver's own stream, and wait for it."""
+    def start_zero(self, address: int, nbytes: int) -> None:
+        """Fill with zero bytes, on the driver's own stream."""
 
     @abstractmethod
-    def copy(self, destination: int, source: int, nbytes: int) -> None:
-        """Copy within the device on the driver's own stream, and wait for it."""
+    def start_copy(self, destination: int, source: int, nbytes: int) -> None:
+        """Copy within the device, on the driver's own stream."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait for what was started on the driver's own stream."""
 
     @abstractmethod
     def synchronize(self) -> None:

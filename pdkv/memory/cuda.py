@@ -117,7 +117,7 @@ class CudaApi(VmmApi):
         self.call("cuMemUnmap", address, nbytes)
 
     def set_access(self, address: int, nbytes: int) -> None:
-        self.call("cuMemSetAccess", address, nbytes, [self._access], 1, wanted=nbytes)
+        self.call("cuMemSetAccess", address, nbytes, self._access, 1, wanted=nbytes)
 
     def mapping_at(self, address: int) -> tuple[int, int, int] | None:
         # Asked first: in a reservation only this call tells a mapped address from one that is merely reserved.
@@ -132,12 +132,13 @@ class CudaApi(VmmApi):
         kind = self._module.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         return int(self.call("cuMemExportToShareableHandle", handle, kind, 0))
 
-    def zero(self, address: int, nbytes: int) -> None:
+    def start_zero(self, address: int, nbytes: int) -> None:
         self.call("cuMemsetD8Async", address, 0, nbytes, self._stream_now())
-        self.call("cuStreamSynchronize", self._stream_now())
 
-    def copy(self, destination: int, source: int, nbytes: int) -> None:
+    def start_copy(self, destination: int, source: int, nbytes: int) -> None:
         self.call("cuMemcpyDtoDAsync", destination, source, nbytes, self._stream_now())
+
+    def finish(self) -> None:
         self.call("cuStreamSynchronize", self._stream_now())
 
     def synchronize(self) -> None:
@@ -216,12 +217,12 @@ class CudaApi(VmmApi):
         properties.allocFlags.gpuDirectRDMACapable = rdma_flag
         return properties
 
-    def _access_descriptor(self) -> Any:
+    def _access_descriptor(self) -> list[Any]:
         cu = self._module
         access = cu.CUmemAccessDesc()
         access.location = self._properties.location
         access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        return access
+        return [access]
 
     def _stream_now(self) -> Any:
         """The driver's own stream; after `close` the legacy default stream, which is always there."""

@@ -8,17 +8,21 @@ Four things are kept apart, as the CUDA driver keeps them apart:
 - a *view* is a tensor over addresses, mapped or not.
 
 All sizes and addresses are in bytes and multiples of the driver's granule, unless a method says otherwise. A method
-that fails raises a :class:`pdkv.errors.DriverError` and leaves everything as it was before the call. Drivers are used
-from one thread at a time, except that `unmap`, `release` and `unreserve` may come at any moment from the thread in
-which the last view of a reservation dies; they work after `close` too. `pdkv.testing.check_driver` is the executable
-form of this contract.
+that fails raises a :class:`pdkv.errors.DriverError` and leaves everything as it was before the call; the two that take
+many ranges, `back` and `zero_all`, say themselves what is left when they fail half-way. Drivers are used from one
+thread at a time, except that `unmap`, `release` and `unreserve` may come at any moment from the thread in which the
+last view of a reservation dies; they work after `close` too. `pdkv.testing.check_driver` is the executable form of this
+contract.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from pdkv.errors import DriverError, OutOfMemoryError
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +58,32 @@ class MappedChunk:
     address: int
     nbytes: int
     ident: int
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a :meth:`MemoryDriver.back` has come, kept true after each of its steps.
+
+    Attributes:
+        chunks: one for each of the first ranges, in the order of the ranges. Those that are there before the call are
+            used, the others are created and appended.
+        mapped: so many of them, the first ones, are mapped.
+    """
+
+    chunks: list[PhysicalChunk] = field(default_factory=list)
+    mapped: int = 0
+
+    def missing(self, ranges: Sequence[tuple[int, int]]) -> list[int]:
+        """Sizes of the chunks that have yet to be created.
+
+        Raises:
+            DriverError: a chunk that is there has another size than its range.
+        """
+        sizes = [nbytes for _, nbytes in ranges]
+        known = len(self.chunks)
+        if [chunk.nbytes for chunk in self.chunks] != sizes[:known]:
+            raise DriverError(f"the {known} chunks that are there do not have the sizes of the first ranges")
+        return sizes[known:]
 
 
 class MemoryDriver(ABC):
@@ -111,6 +141,36 @@ class MemoryDriver(ABC):
     def zero(self, address: int, nbytes: int) -> None:
         """Fill a mapped range (any multiple of 1 byte, across mappings) with zero bytes, done when it returns."""
 
+    def zero_all(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """As :meth:`zero` of each (address, nbytes). Where one cannot be zeroed, those before it may have been.
+
+        Drivers override it where many at once are cheaper than one after the other.
+        """
+        for address, nbytes in ranges:
+            self.zero(address, nbytes)
+
+    def back(self, ranges: Sequence[tuple[int, int]], progress: Progress) -> None:
+        """Create a chunk for each (address, nbytes), map it there, and let the memory read as zero.
+
+        The same as :meth:`create`, :meth:`map` and :meth:`zero` of each, by which it is done here; drivers override it
+        where many at once are cheaper. Chunks that `progress` brings along are mapped at the first ranges; whatever
+        they held reads as zero afterwards.
+
+        Where it fails, `progress` tells what was done, which stays done and is the caller's to undo by :meth:`unmap`
+        and :meth:`release`: only the caller can keep for later what the driver refuses to take back.
+
+        Raises:
+            OutOfMemoryError: there is not enough memory for all.
+        """
+        missing = progress.missing(ranges)
+        self._require_room(sum(missing))
+        for nbytes in missing:
+            progress.chunks.append(self.create(nbytes))
+        for (address, _), chunk in zip(ranges, progress.chunks, strict=True):
+            self.map(address, chunk)
+            progress.mapped += 1
+        self.zero_all(ranges)
+
     @abstractmethod
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         """Copy between two mapped ranges that do not overlap, done when it returns."""
@@ -152,3 +212,10 @@ class MemoryDriver(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of what the driver itself holds. Idempotent. Chunks and reservations are their owners' to release."""
+
+    def _require_room(self, nbytes: int) -> None:
+        """Raise OutOfMemoryError where less than `nbytes` is free."""
+        if nbytes and nbytes > (free := self.memory_info().free):
+            raise OutOfMemoryError(
+                f"{self.name} memory is short: {nbytes} bytes wanted, {free} free", wanted=nbytes, free=free
+            )

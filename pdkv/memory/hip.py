@@ -122,12 +122,13 @@ class HipApi(VmmApi):
         self.call("hipMemExportToShareableHandle", fd, handle, kind, 0)
         return fd[0]
 
-    def zero(self, address: int, nbytes: int) -> None:
+    def start_zero(self, address: int, nbytes: int) -> None:
         self.call("hipMemsetD8Async", address, 0, nbytes, self._stream)
-        self.call("hipStreamSynchronize", self._stream)
 
-    def copy(self, destination: int, source: int, nbytes: int) -> None:
+    def start_copy(self, destination: int, source: int, nbytes: int) -> None:
         self.call("hipMemcpyDtoDAsync", destination, source, nbytes, self._stream)
+
+    def finish(self) -> None:
         self.call("hipStreamSynchronize", self._stream)
 
     def synchronize(self) -> None:
@@ -190,9 +191,9 @@ class HipDriver(VmmDriver):
         super().__init__(api, device, MIN_GRANULE)
         self._mixed_sizes = api.version >= MIXED_SIZES_VERSION
 
-    def map(self, address: int, chunk: PhysicalChunk) -> None:
+    def _map_now(self, address: int, chunk: PhysicalChunk) -> None:
         self._check_one_size(address, chunk.nbytes)
-        super().map(address, chunk)
+        super()._map_now(address, chunk)
 
     def _check_one_size(self, address: int, nbytes: int) -> None:
         if self._mixed_sizes:

@@ -7,6 +7,7 @@ How Linux behaves, which this driver is built on:
   with SIGBUS. So :meth:`HostDriver.create` allocates every page and :meth:`HostDriver.map` fills the page tables
   (`MADV_POPULATE_WRITE`): exhaustion is an error there, never at first touch. Where the kernel lacks
   `MADV_POPULATE_WRITE` (before 5.14), the pages are there all the same and a first touch only fills page tables.
+- Fresh pages read as zero. :meth:`HostDriver.back` fills only chunks that somebody may have written before.
 - Linux overcommits: near the end of memory it kills a process rather than fail an allocation. So more than
   :meth:`HostDriver.memory_info` calls free is refused before it is tried.
 - A memfd's memory is freed when its last descriptor and mapping, in any process, is gone. An exported descriptor is an
@@ -22,12 +23,13 @@ import errno
 import logging
 import os
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pdkv.errors import ConfigError, DriverError, DriverUnavailableError, OutOfMemoryError, StateError
 from pdkv.memory import _dlpack, _host_info, _libc, _memfd
 from pdkv.memory._books import DriverBooks
-from pdkv.memory.driver import MappedChunk, MemoryDriver, MemoryInfo, PhysicalChunk
+from pdkv.memory.driver import MappedChunk, MemoryDriver, MemoryInfo, PhysicalChunk, Progress
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +72,8 @@ class HostDriver(MemoryDriver):
         self._populates = True
         self._mappings_left = 0
         self._books = DriverBooks(granule)
+        #: Handles of chunks that were neither mapped nor exported so far, so that nobody can have written to them.
+        self._untouched: set[int] = set()
         _drivers.add(self)
 
     # -- addresses
@@ -109,21 +113,24 @@ class HostDriver(MemoryDriver):
     def create(self, nbytes: int) -> PhysicalChunk:
         self._check_usable()
         self._books.check_size(nbytes)
-        free = self.memory_info().free
-        if nbytes > free:
-            raise _out_of_memory(nbytes, free)
+        self._require_room(nbytes)
+        return self._create_now(nbytes)
+
+    def _create_now(self, nbytes: int) -> PhysicalChunk:
         try:
             fd = _memfd.create(nbytes)
         except OSError as error:
             raise self._allocation_error(nbytes, error) from error
         chunk = PhysicalChunk(fd, nbytes)
         self._books.chunks[fd] = chunk
+        self._untouched.add(fd)
         return chunk
 
     def release(self, chunk: PhysicalChunk) -> None:
         self._check_process()
         self._books.check_chunk(chunk)
         del self._books.chunks[chunk.handle]
+        self._untouched.discard(chunk.handle)
         os.close(chunk.handle)
 
     def is_pinned(self, chunk: PhysicalChunk) -> bool | None:
@@ -134,6 +141,7 @@ class HostDriver(MemoryDriver):
     def export_fd(self, chunk: PhysicalChunk) -> int:
         self._check_usable()
         self._books.check_chunk(chunk)
+        self._untouched.discard(chunk.handle)
         try:
             return _memfd.reopen(chunk.handle)
         except OSError as error:
@@ -144,6 +152,9 @@ class HostDriver(MemoryDriver):
     def map(self, address: int, chunk: PhysicalChunk) -> None:
         self._check_usable()
         self._books.check_map(address, chunk)
+        self._map_now(address, chunk)
+
+    def _map_now(self, address: int, chunk: PhysicalChunk) -> None:
         self._check_mapping_count()
         flags = _libc.MAP_SHARED | _libc.MAP_FIXED
         try:
@@ -156,6 +167,21 @@ class HostDriver(MemoryDriver):
             _make_empty(address, chunk.nbytes)
             raise self._allocation_error(chunk.nbytes, error) from error
         self._books.mapped.add(address, chunk.nbytes)
+        self._untouched.discard(chunk.handle)
+
+    def back(self, ranges: Sequence[tuple[int, int]], progress: Progress) -> None:
+        self._check_usable()
+        self._books.check_back(ranges, progress.chunks)
+        missing = progress.missing(ranges)
+        self._require_room(sum(missing))
+        for nbytes in missing:
+            progress.chunks.append(self._create_now(nbytes))
+        for (address, nbytes), chunk in zip(ranges, progress.chunks, strict=True):
+            reads_zero = chunk.handle in self._untouched
+            self._map_now(address, chunk)
+            progress.mapped += 1
+            if not reads_zero:
+                ctypes.memset(address, 0, nbytes)
 
     def unmap(self, address: int, nbytes: int) -> None:
         self._check_process()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -98,7 +98,7 @@ class Reservation:
         if chunks is None:
             self._replace_in_place(backing, wanted)
         else:
-            self._swap(backing, list(backing.mapped), wanted, chunks, zero=True)
+            self._swap(backing, list(backing.mapped), lambda: backing.back(wanted, chunks), chunks)
 
     def replace_preserving(self, region: Piece, new: Piece) -> None:
         """Back the start of `region` with the one chunk `new` in place of all chunks there; other regions stay.
@@ -119,14 +119,14 @@ class Reservation:
             raise CapacityError(f"the new piece begins at {new.offset}, the region at {region.offset}; make them equal")
         old = chunks_inside(region, backing.ranges)
         check_unmapped(new, backing.ranges, allowed=old)
-        with self._room_for(new.nbytes):
+        with self._speaking_of(new.nbytes):
             chunk = backing.create(new.nbytes)
         try:
             self._fill_elsewhere(backing, new, chunk)
         except BaseException:
             backing.discard(chunks=[chunk])
             raise
-        self._swap(backing, old, [new], [chunk], zero=False)
+        self._swap(backing, old, lambda: backing.map(new.offset, chunk), [chunk])
 
     def release(self) -> ReleaseReport:
         """Unmap and release everything. Addresses and views stay; touching them is a fault until :meth:`add`."""
@@ -199,18 +199,8 @@ class Reservation:
     # -- steps
 
     def _back(self, backing: Backing, pieces: Sequence[Piece]) -> None:
-        """Create, map and zero; undo all of it when a step fails."""
-        created: list[PhysicalChunk] = []
-        try:
-            with self._room_for(total(pieces)):
-                for piece in pieces:
-                    created.append(backing.create(piece.nbytes))
-                for piece, chunk in zip(pieces, created, strict=True):
-                    backing.map(piece.offset, chunk)
-            self._zero(pieces)
-        except BaseException:
-            backing.discard((piece.offset for piece in pieces if piece.offset in backing.mapped), created)
-            raise
+        with self._speaking_of(total(pieces)):
+            backing.back(pieces)
 
     def _create_beside(self, backing: Backing, pieces: Sequence[Piece]) -> list[PhysicalChunk] | None:
         """One loose chunk for each piece, or None where memory is short after all."""
@@ -226,23 +216,21 @@ class Reservation:
         return created
 
     def _swap(
-        self, backing: Backing, old: Sequence[int], new: Sequence[Piece], chunks: Sequence[PhysicalChunk], *, zero: bool
+        self, backing: Backing, old: Sequence[int], map_new: Callable[[], None], chunks: Sequence[PhysicalChunk]
     ) -> None:
-        """Unmap what is at the offsets `old`, map `chunks` at `new`, release the old; or undo all of it."""
+        """Unmap what is at the offsets `old`, map the loose `chunks` by `map_new`, release the old.
+
+        Where that fails, the old is mapped again and `chunks` are released. A `map_new` that fails has mapped nothing.
+        """
         try:
             unmapped = self._unmap(backing, old)
         except BaseException:
             backing.discard(chunks=chunks)
             raise
-        done = []
         try:
-            for piece, chunk in zip(new, chunks, strict=True):
-                backing.map(piece.offset, chunk)
-                done.append(piece.offset)
-            if zero:
-                self._zero(new)
+            map_new()
         except BaseException as error:
-            backing.discard(done, chunks)
+            backing.discard(chunks=chunks)
             self._map_again(backing, unmapped, error)
             raise
         self.epoch += bool(unmapped)
@@ -292,10 +280,6 @@ class Reservation:
         if kept < new.nbytes:
             self.driver.zero(spare + kept, new.nbytes - kept)
 
-    def _zero(self, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
-            self.driver.zero(self.address + piece.offset, piece.nbytes)
-
     def _unmap(self, backing: Backing, offsets: Sequence[int]) -> list[tuple[int, PhysicalChunk]]:
         with self._epoch_of_losses():
             return backing.unmap_all(offsets)
@@ -325,15 +309,12 @@ class Reservation:
             raise
 
     @contextmanager
-    def _room_for(self, need: int) -> Iterator[None]:
-        """Refuse what cannot fit, and let a driver's error about one chunk speak of the whole operation."""
-        free = self.driver.memory_info().free
-        if need > free:
-            raise self._short(need, free, "")
+    def _speaking_of(self, need: int) -> Iterator[None]:
+        """Let a driver's error about one chunk, whose operation has been undone, speak of all `need` bytes."""
         try:
             yield
         except OutOfMemoryError as error:
-            raise self._short(need, free, f" at first ({error})") from error
+            raise self._short(need, self.driver.memory_info().free, f" now ({error})") from error
 
     def _short(self, need: int, free: int, more: str) -> OutOfMemoryError:
         message = (

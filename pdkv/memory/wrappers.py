@@ -1,16 +1,17 @@
 """Drivers around a driver: with a budget, with counts of calls, with failures on order.
 
 They add one thing each and pass everything else on, so they can be stacked: `LimitedDriver(CountingDriver(d), n)`.
+A call for many ranges passes as the single calls that it stands for, so that each of them is seen.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from pdkv.errors import ConfigError, DriverError, OutOfMemoryError
-from pdkv.memory.driver import MappedChunk, MemoryDriver, MemoryInfo, PhysicalChunk
+from pdkv.memory.driver import MappedChunk, MemoryDriver, MemoryInfo, PhysicalChunk, Progress
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +56,12 @@ class ForwardingDriver(MemoryDriver):
 
     def zero(self, address: int, nbytes: int) -> None:
         self._forward("zero", self.inner.zero, address, nbytes)
+
+    def zero_all(self, ranges: Sequence[tuple[int, int]]) -> None:
+        self._forward("zero_all", super().zero_all, ranges)
+
+    def back(self, ranges: Sequence[tuple[int, int]], progress: Progress) -> None:
+        self._forward("back", super().back, ranges, progress)
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         self._forward("copy", self.inner.copy, destination, source, nbytes)

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from pdkv.errors import PdkvError
-from pdkv.memory.driver import MappedChunk, MemoryDriver, PhysicalChunk
+from pdkv.memory.driver import MappedChunk, MemoryDriver, PhysicalChunk, Progress
 from pdkv.testing.rules import require
 
 if TYPE_CHECKING:
@@ -49,6 +49,16 @@ class Bench:
     def unmap(self, address: int) -> None:
         self.driver.unmap(address, self._mapped[address])
         del self._mapped[address]
+
+    def back(self, ranges: list[tuple[int, int]], progress: Progress) -> None:
+        """Back each (address, granules); whatever `progress` says is done is given back at the end."""
+        sizes = [(address, granules * self.granule) for address, granules in ranges]
+        known = len(progress.chunks)
+        try:
+            self.driver.back(sizes, progress)
+        finally:
+            self._chunks += progress.chunks[known:]
+            self._mapped.update(sizes[: progress.mapped])
 
     def backed(self, address: int, granules: int, fill: int | None = None) -> PhysicalChunk:
         """Create a chunk, map it, and fill it with one byte value."""

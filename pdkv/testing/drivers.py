@@ -25,6 +25,7 @@ from itertools import pairwise
 from pdkv.errors import DriverError, OutOfMemoryError
 from pdkv.memory.driver import MappedChunk, MemoryDriver, PhysicalChunk
 from pdkv.testing._bench import Bench
+from pdkv.testing._driver_batches import BATCH_CHECKS
 from pdkv.testing.rules import BrokenRuleError, allowed, refused, require
 
 DriverFactory = Callable[[], MemoryDriver]
@@ -184,6 +185,10 @@ def zeroes_exactly_the_range_across_mappings(bench: Bench) -> None:
     require(bool((seen[:begin] == 1).all()) and bool((seen[end:] == 1).all()), "no byte beside the range is changed")
     with refused("zero of a range that is not mapped", DriverError):
         bench.driver.zero(bench.reserve(1), granule)
+
+
+for _batch_check in BATCH_CHECKS:
+    _check(_batch_check)
 
 
 @_check

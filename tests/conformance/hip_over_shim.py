@@ -7,6 +7,7 @@ loads the shim under the HIP runtime's name, which no other test may find there.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import re
 import sys
@@ -19,7 +20,7 @@ from hip import hip
 
 from pdkv.errors import DriverError, DriverUnavailableError, OutOfMemoryError
 from pdkv.kvcache import AttentionSpec, GrowableKVCache, KVCacheConfig
-from pdkv.memory import _dlpack
+from pdkv.memory import Piece, Progress, Reservation, _dlpack
 from pdkv.memory.hip import MIN_GRANULE, HipApi, HipDriver
 from pdkv.testing import DRIVER_CHECKS, run_driver_check
 
@@ -83,6 +84,11 @@ def a_runtime_before_7_12_is_refused_chunks_of_several_sizes_with_the_reason() -
             driver.release(chunk)
         driver.unreserve(address, 8 * granule)
         driver.unreserve(elsewhere, 2 * granule)
+        reservation = Reservation(driver, 8 * granule)
+        mixed = [Piece(0, granule), Piece(2 * granule, 2 * granule)]
+        fails(lambda: reservation.add(mixed), DriverError, "before HIP 7.12 hipMemSetAccess fails")
+        assert (reservation.chunks(), reservation.physical_bytes) == ((), 0)
+        reservation.close()
         driver.close()
     finally:
         shim.hipShimSetVersion(NEW)
@@ -120,6 +126,82 @@ def a_refused_access_leaves_nothing_mapped() -> None:
     driver.unmap(address, driver.granule)
     driver.release(chunk)
     driver.unreserve(address, driver.granule)
+    driver.close()
+
+
+@check
+def many_ranges_are_backed_in_one_go_and_waited_for_once() -> None:
+    driver = open_driver()
+    granule, api = driver.granule, driver._api
+    address = driver.reserve(16 * granule)
+    calls, original = [], api.call
+
+    def recorded(function: str, *arguments: object, **options: int) -> object:
+        calls.append(function)
+        return original(function, *arguments, **options)
+
+    api.call = recorded  # type: ignore[method-assign]
+    progress, ranges = Progress(), [(address + offset * granule, granule) for offset in (0, 1, 4, 8)]
+    driver.back(ranges, progress)
+    del api.call  # type: ignore[method-assign]
+    mapping = ["hipMemMap", "hipMemSetAccess"] * 4
+    inside = ["hipMemCreate"] * 4 + mapping + ["hipMemsetD8Async"] * 4 + ["hipStreamSynchronize"]
+    assert calls == ["hipGetDevice", "hipSetDevice", *inside, "hipSetDevice"], calls
+    for (place, nbytes), chunk in zip(ranges, progress.chunks, strict=True):
+        driver.unmap(place, nbytes)
+        driver.release(chunk)
+    driver.unreserve(address, 16 * granule)
+    driver.close()
+
+
+@check
+def whatever_call_of_many_fails_nothing_is_left_of_them_and_they_can_be_tried_again() -> None:
+    driver = open_driver()
+    granule = driver.granule
+    pieces = [Piece(offset * granule, size * granule) for offset, size in ((1, 1), (2, 2), (6, 1), (9, 3))]
+    each = ("hipMemCreate", "hipMemMap", "hipMemSetAccess", "hipMemsetD8Async")
+    for call, nth in [*itertools.product(each, range(4)), ("hipStreamSynchronize", 0)]:
+        reservation = Reservation(driver, 16 * granule)
+        reservation.add([Piece(0, granule)])
+        reservation.tensor(0, granule).fill_(5)
+        before = alive()
+        shim.hipShimFail(call.encode(), NOT_SUPPORTED, nth)
+        fails(lambda r=reservation: r.add(pieces), DriverError, f"{call} failed with hipErrorNotSupported")
+        assert alive() == before, (call, nth, alive(), before)
+        assert reservation.pieces == (Piece(0, granule),)
+        assert bool((reservation.tensor(0, granule) == 5).all())
+        reservation.add(pieces)
+        assert not reservation.tensor(granule, 3 * granule).any()
+        assert [chunk.nbytes // granule for chunk in reservation.chunks()] == [1, 1, 2, 1, 3]
+        reservation.close()
+    driver.close()
+
+
+@check
+def memory_that_runs_out_among_many_is_said_to_be_too_little_for_all() -> None:
+    driver = open_driver()
+    granule = driver.granule
+    reservation = Reservation(driver, 16 * granule)
+    for call, nth in itertools.product((b"hipMemCreate", b"hipMemMap"), range(3)):
+        shim.hipShimFail(call, 2, nth)
+        pieces = [Piece(3 * index * granule, 2 * granule) for index in range(3)]
+        fails(lambda p=pieces: reservation.add(p), OutOfMemoryError, f"memory is short: {6 * granule} bytes wanted")
+        assert reservation.physical_bytes == 0
+    reservation.close()
+    driver.close()
+
+
+@check
+def more_than_is_free_is_refused_before_it_is_tried() -> None:
+    driver = open_driver()
+    free, before = driver.memory_info().free, alive()
+    reservation = Reservation(driver, 2 * free)
+    shim.hipShimFail(b"hipMemCreate", NOT_SUPPORTED, 0)
+    pieces = [Piece(0, free), Piece(free, free)]
+    fails(lambda: reservation.add(pieces), OutOfMemoryError, f"{2 * free} bytes wanted, {free} free")
+    shim.hipShimFail(b"", 0, 0)
+    reservation.close()
+    assert alive() == before
     driver.close()
 
 

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import wrong_batches  # noqa: F401 - it registers more of them
+from wrong_driver import WRONG, Wrong, caught_by
 
 from pdkv.errors import DriverError, OutOfMemoryError
 from pdkv.memory import (
     CountingDriver,
     FailingDriver,
-    ForwardingDriver,
     HostDriver,
     LimitedDriver,
     MappedChunk,
@@ -40,24 +41,6 @@ RIGHT: dict[str, Callable[[], MemoryDriver]] = {
 @pytest.mark.parametrize("factory", RIGHT.values(), ids=RIGHT)
 def test_driver_keeps_to_the_rule(factory: Callable[[], MemoryDriver], rule: str) -> None:
     run_driver_check(rule, factory)
-
-
-class Wrong(ForwardingDriver):
-    """A host driver with one mistake, made by a subclass."""
-
-    def __init__(self) -> None:
-        super().__init__(HostDriver(4 * KIB))
-
-
-WRONG: list[tuple[str, type[Wrong]]] = []
-
-
-def caught_by(rule: str) -> Callable[[type[Wrong]], type[Wrong]]:
-    def register(driver: type[Wrong]) -> type[Wrong]:
-        WRONG.append((rule, driver))
-        return driver
-
-    return register
 
 
 @caught_by("tells_what_it_is")

@@ -98,6 +98,21 @@ def test_a_commit_with_nothing_to_do_asks_the_driver_nothing(
     assert counting.calls == before
 
 
+def test_a_commit_asks_once_for_all_segments(
+    small_config: KVCacheConfig, open_cache: OpenCache, driver: HostDriver
+) -> None:
+    counting = CountingDriver(driver)
+    cache = open_cache(small_config, counting)
+    cache.commit(1)
+    assert (counting.calls["back"], counting.calls["zero_all"]) == (1, 1), "the backing, and its zeroing"
+    cache.commit(3)
+    assert (counting.calls["back"], counting.calls["zero_all"]) == (1, 2), "what is left of the last granules"
+    cache.commit(20)
+    assert (counting.calls["back"], counting.calls["zero_all"]) == (2, 4), "both"
+    cache.commit(20, defragment=True)
+    assert (counting.calls["back"], counting.calls["zero_all"]) == (3, 5)
+
+
 def test_growing_within_the_last_granule_makes_no_chunk_and_needs_no_remap(
     small_config: KVCacheConfig, open_cache: OpenCache, driver: HostDriver
 ) -> None:

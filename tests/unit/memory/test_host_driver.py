@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pdkv.errors import ConfigError, DriverError, StateError
-from pdkv.memory import HostDriver, Piece, Reservation, _host_info, _libc
+from pdkv.memory import HostDriver, PhysicalChunk, Piece, Progress, Reservation, _host_info, _libc
 
 pytestmark = pytest.mark.cpu
 
@@ -49,6 +49,56 @@ def test_mapping_fills_the_pages_so_that_first_touch_cannot_fail(driver: HostDri
     assert pagemap == granule // mmap.PAGESIZE, "map fills every page table entry"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < granule // mmap.PAGESIZE
     _drop(driver, address, granule, chunk)
+
+
+def _written_by_mapping(driver: HostDriver, chunk: PhysicalChunk, granule: int) -> None:
+    address = driver.reserve(granule)
+    driver.map(address, chunk)
+    driver.tensor(address, granule, driver).fill_(5)
+    driver.unmap(address, granule)
+    driver.unreserve(address, granule)
+
+
+def _written_by_a_peer(driver: HostDriver, chunk: PhysicalChunk, granule: int) -> None:
+    fd = driver.export_fd(chunk)
+    os.pwrite(fd, b"\5" * granule, 0)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("write", [_written_by_mapping, _written_by_a_peer])
+def test_I2_a_chunk_that_somebody_may_have_written_reads_zero_when_it_backs_again(
+    driver: HostDriver, granule: int, write: Callable[[HostDriver, PhysicalChunk, int], None]
+) -> None:
+    chunk = driver.create(granule)
+    write(driver, chunk, granule)
+    address = driver.reserve(granule)
+    driver.back([(address, granule)], Progress([chunk]))
+    assert not driver.tensor(address, granule, driver).any()
+    _drop(driver, address, granule, chunk)
+
+
+def test_I2_a_descriptor_that_was_seen_untouched_before_vouches_for_no_later_chunk(
+    driver: HostDriver, granule: int
+) -> None:
+    driver.release(driver.create(granule))
+    chunk = driver.create(granule)  # the kernel gives the lowest free descriptor, the one that has just been closed
+    _written_by_mapping(driver, chunk, granule)
+    address = driver.reserve(granule)
+    driver.back([(address, granule)], Progress([chunk]))
+    assert not driver.tensor(address, granule, driver).any()
+    _drop(driver, address, granule, chunk)
+
+
+def test_I2_memory_that_was_given_back_reads_zero_when_it_comes_again(driver: HostDriver, granule: int) -> None:
+    reservation = Reservation(driver, 4 * granule)
+    for _ in range(3):
+        reservation.add([Piece(0, granule), Piece(2 * granule, 2 * granule)])
+        for piece in reservation.pieces:
+            view = reservation.tensor(piece.offset, piece.nbytes)
+            assert not view.any()
+            view.fill_(9)
+        reservation.release()
+    reservation.close()
 
 
 def _present_pages(address: int, nbytes: int) -> int:

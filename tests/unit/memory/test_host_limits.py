@@ -81,6 +81,46 @@ _libc.munmap(filler, 2 * room * 4096)
     _check_said(run_python(program), "DriverError", "vm.max_map_count")
 
 
+def test_I7_descriptors_that_run_out_half_way_through_one_call_leave_nothing_of_it(run_python: Run) -> None:
+    program = f"""{BEGINNING}
+import os, torch
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+reservation = Reservation(driver, 200 * granule)
+reservation.add([Piece(0, granule)])
+count, before = 1, sorted(os.listdir("/proc/self/fd"))
+try:
+    reservation.add([Piece(2 * index * granule, granule) for index in range(1, 90)])
+except DriverError as refusal:
+    error = refusal
+assert sorted(os.listdir("/proc/self/fd")) == before
+assert reservation.physical_bytes == granule
+{ENDING}"""
+    _check_said(run_python(program), "DriverError", "ulimit -n")
+
+
+def test_I7_mappings_that_run_out_half_way_through_one_call_leave_nothing_of_it(run_python: Run) -> None:
+    program = f"""{BEGINNING}
+import torch
+from pdkv.memory import _host_info, _libc
+resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+reservation = Reservation(driver, 8000 * granule)
+reservation.add([Piece(0, granule)])
+count, held = 1, reservation.physical_bytes
+room = _host_info.max_mappings() - _host_info.count_mappings()
+flags = _libc.MAP_PRIVATE | _libc.MAP_ANONYMOUS | _libc.MAP_NORESERVE
+filler = _libc.mmap(None, 2 * room * 4096, _libc.PROT_NONE, flags)
+for page in range(0, room - 2000, 2):
+    _libc.mmap(filler + page * 4096, 4096, _libc.PROT_READ_WRITE, flags | _libc.MAP_FIXED)
+try:
+    reservation.add([Piece(2 * index * granule, granule) for index in range(1, 1500)])
+except DriverError as refusal:
+    error = refusal
+assert reservation.physical_bytes == held
+_libc.munmap(filler, 2 * room * 4096)
+{ENDING}"""
+    _check_said(run_python(program), "DriverError", "vm.max_map_count")
+
+
 def test_I7_chunk_beyond_the_file_size_limit_is_a_clear_error(run_python: Run) -> None:
     program = f"""{BEGINNING}
 resource.setrlimit(resource.RLIMIT_FSIZE, (2 * granule, 2 * granule))

@@ -52,8 +52,11 @@ def _calls_of(operation: Callable[[Reservation], object]) -> dict[str, int]:
     return calls
 
 
+_KINDS = ["reserve", "create", "map", "unmap", "zero", "zero_all", "back", "copy", "memory_info", "is_pinned"]
+
+
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-@pytest.mark.parametrize("kind", ["reserve", "create", "map", "unmap", "zero", "copy", "memory_info", "is_pinned"])
+@pytest.mark.parametrize("kind", _KINDS)
 def test_I7_each_call_that_fails_changes_nothing_and_can_be_tried_again(
     kind: str, operation: Callable[[Reservation], object], held: Callable[[], object]
 ) -> None:
@@ -70,6 +73,27 @@ def test_I7_each_call_that_fails_changes_nothing_and_can_be_tried_again(
         operation(reservation)
         reservation.close()
     assert held() == before_all
+
+
+def test_I7_a_piece_that_the_driver_alone_refuses_leaves_nothing_of_the_others(held: Callable[[], object]) -> None:
+    """The host's own call for many pieces, refused at each position: somebody else has mapped a chunk there."""
+    driver = HostDriver(G)
+    before = held()
+    pieces = [Piece(offset * G, 2 * G) for offset in (0, 2, 8, 12)]
+    for taken in pieces:
+        reservation = Reservation(driver, LENGTH * G)
+        chunk = driver.create(G)
+        driver.map(reservation.address + taken.offset + G, chunk)
+        with pytest.raises(DriverError, match="mapped already"):
+            reservation.add(pieces)
+        assert (reservation.pieces, reservation.physical_bytes) == ((), 0)
+        assert len(reservation.chunks()) == 1
+        driver.unmap(reservation.address + taken.offset + G, G)
+        driver.release(chunk)
+        reservation.add(pieces)
+        assert reservation.pieces == tuple(pieces)
+        reservation.close()
+    assert held() == before
 
 
 def test_I7_replace_that_fails_twice_says_that_contents_were_lost() -> None:
