@@ -7,6 +7,7 @@ pages only. Where pages lie is the business of :mod:`pdkv.kvcache.config`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import index as as_integer
 from typing import TYPE_CHECKING
 
 from pdkv.errors import ConfigError
@@ -27,6 +28,9 @@ _ITEM_BYTES = {
     "int8": 1,
     "uint8": 1,
 }
+
+#: Numbers that a spec may leave out.
+_OPTIONAL = frozenset({"head_size_v", "page_bytes_padded"})
 
 
 def dtype_name(dtype: str | torch.dtype) -> str:
@@ -100,8 +104,18 @@ class Spec:
         """Bytes of one element; 1 for pages of bytes."""
         return 1 if self.dtype is None else item_bytes(self.dtype)
 
+    def _require_whole(self) -> None:
+        """Refuse numbers that are not whole, before anything is computed from them: nan is neither large nor small."""
+        for what, value in list(vars(self).items()):
+            if what == "dtype" or (value is None and what in _OPTIONAL):
+                continue
+            try:
+                object.__setattr__(self, what, as_integer(value))
+            except TypeError:
+                raise ConfigError(f"{type(self).__name__} needs a whole number as {what}, not {value!r}.") from None
+
     def _check(self) -> None:
-        """Normalise `dtype` and refuse what can be no page."""
+        """Normalise `dtype` and refuse what can be no page. The numbers have been seen to be whole."""
         if self.dtype is not None:
             object.__setattr__(self, "dtype", dtype_name(self.dtype))
         name = type(self).__name__
@@ -134,6 +148,7 @@ class PageSpec(Spec):
     page_bytes_padded: int | None = None
 
     def __post_init__(self) -> None:
+        self._require_whole()
         self._check()
 
 
@@ -150,6 +165,7 @@ class AttentionSpec(Spec):
     page_bytes_padded: int | None = None
 
     def __post_init__(self) -> None:
+        self._require_whole()
         if self.head_size <= 0 or (self.head_size_v is not None and self.head_size_v < 0):
             raise ConfigError(
                 f"{type(self).__name__} needs a positive head_size and a head_size_v of at least 0, "
@@ -178,6 +194,7 @@ class SlidingWindowSpec(AttentionSpec):
     sliding_window: int = field(kw_only=True)
 
     def __post_init__(self) -> None:
+        self._require_whole()
         if self.sliding_window <= 0:
             raise ConfigError(f"SlidingWindowSpec needs a positive sliding_window, not {self.sliding_window}.")
         super().__post_init__()
@@ -195,6 +212,7 @@ class MLASpec(Spec):
     tokens_per_state: int = 1
 
     def __post_init__(self) -> None:
+        self._require_whole()
         require_block_multiple(self.block_size, self.tokens_per_state)
         self._check()
 

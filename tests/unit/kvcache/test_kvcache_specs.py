@@ -56,6 +56,22 @@ def test_padding_adds_room_and_leaves_the_content() -> None:
     assert (spec.page_bytes, spec.dense_page_bytes) == (256, 128)
 
 
+_ATTENTION = {"num_kv_heads": 8, "block_size": 16, "head_size": 128, "head_size_v": 64, "page_bytes_padded": 1 << 20}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 16.0, 0.5, "16", 1j])
+@pytest.mark.parametrize("what", _ATTENTION)
+def test_a_number_that_is_not_whole_is_refused_by_its_name(what: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"^AttentionSpec needs a whole number as {what}, not .*\.$"):
+        AttentionSpec(dtype="float32", **{**_ATTENTION, what: value})  # type: ignore[arg-type]
+
+
+def test_a_number_of_another_library_is_kept_as_pythons_own() -> None:
+    spec = AttentionSpec(torch.tensor(8), 16, 128, "float32")  # type: ignore[arg-type]
+    assert type(spec.num_kv_heads) is int
+    assert spec == AttentionSpec(8, 16, 128, "float32")
+
+
 @pytest.mark.parametrize(
     ("build", "complaint"),
     [
@@ -66,6 +82,13 @@ def test_padding_adds_room_and_leaves_the_content() -> None:
         (lambda: AttentionSpec(1, 16, 64, "float32", page_bytes_padded=8191), "page takes 8192"),
         (lambda: AttentionSpec(1, 16, 64, "float32", page_bytes_padded=8194), "whole elements"),
         (lambda: PageSpec(1, 1, 6, 1, "float32"), "no whole number of float32 elements"),
+        (lambda: AttentionSpec(None, 16, 64, "float32"), "a whole number as num_kv_heads, not None"),
+        (lambda: PageSpec(1, 1, float("nan"), 1), "PageSpec needs a whole number as content_bytes, not nan"),
+        (lambda: MLASpec(64, 64, "float32", tokens_per_state=2.0), "a whole number as tokens_per_state, not 2.0"),
+        (
+            lambda: SlidingWindowSpec(1, 16, 64, "float32", sliding_window=8.5),
+            "number as sliding_window, not 8.5",
+        ),
         (lambda: SlidingWindowSpec(1, 16, 64, "float32", sliding_window=0), "positive sliding_window, not 0"),
         (lambda: MLASpec(10, 64, "float32", tokens_per_state=4), "use 8 or 12 tokens"),
         (lambda: require_block_multiple(20, 16), "block of 20 tokens .* 16; use 16 or 32 tokens"),
