@@ -216,6 +216,9 @@ class NixlTransport(TransportBase[_Link]):
     # Transfers.
 
     def _do_post(self, connection: Connection[_Link], pairs: Sequence[BlockPair], *, reads: bool) -> PostedTransfer:
+        # Notice first who has gone. On one host a READ goes through the kernel, which knows processes and no
+        # registrations: it would succeed, with whatever is at those addresses now.
+        self.progress()
         if connection.link.suspect:
             self._poll_running()
             self._renew(connection)

@@ -37,19 +37,23 @@ def registers_once_and_again_after_unregistering(bench: TransportBench) -> None:
 
 @check
 def unregister_is_a_fence(bench: TransportBench) -> None:
-    """A peer that knows old metadata neither reads nor writes the memory, nor harms its owner."""
-    bench.meet()
+    """A peer that knows old metadata neither reads nor writes the memory, there or not, nor harms its owner."""
     reads = ways(bench)[0]
-    bench.move(SCATTERED[:1], reads=reads)
     owner = bench.p if reads else bench.d
-    owner.ask("unregister")
-    owner.ask("release")
-    try:
-        state = bench.ended(bench.post(SCATTERED[1:3], reads=reads), reads=reads)
-    except PdkvError:
-        state = "failed"
-    require(state == "failed", f"a transfer with a peer that has unregistered fails, it does not end as {state}")
-    require(owner.ask("state")["registered"] is False, "the owner lives")
+    for released in (False, True):
+        bench.meet()
+        bench.move(SCATTERED[:1], reads=reads)
+        owner.ask("unregister")
+        if released:
+            owner.ask("release")
+        try:
+            state = bench.ended(bench.post(SCATTERED[1:3], reads=reads), reads=reads)
+        except PdkvError:
+            state = "failed"
+        require(state == "failed", f"a transfer with a peer that has unregistered fails, it does not end as {state}")
+        require(owner.ask("state")["registered"] is False, "the owner lives")
+        for side in (bench.p, bench.d):
+            side.ask("unregister")
 
 
 @check
