@@ -11,7 +11,8 @@ class MessageCarrier(Protocol):
     """Carries messages to engines by engine id. It may lose, delay, repeat and reorder them, and never waits.
 
     What it returns is valid and comes from the engine that the message's `sender` names; everything else was counted
-    and dropped. :class:`pdkv.transfer.sidechannel.SideChannel` carries them between processes and machines.
+    and dropped. A REFUSE comes only from where the engine that was meant is, or was.
+    :class:`pdkv.transfer.sidechannel.SideChannel` carries them between processes and machines.
     """
 
     def send(self, message: Message) -> bool:

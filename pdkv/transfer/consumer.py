@@ -35,6 +35,7 @@ from pdkv.transfer.messages import (
     EngineRef,
     Fail,
     FailCode,
+    Keyed,
     LeaseState,
     Refuse,
     Renewed,
@@ -61,7 +62,7 @@ class Consumer(ConsumerLoading):
         rank: int = 0,
     ) -> None:
         super().__init__(clock, me, descriptor, settings or ConsumerSettings(), counters, rank)
-        self._owed: dict[str, Abort] = {}  # by P's request id: to be acknowledged when no READ of it is in flight
+        self._owed: dict[tuple[str, str], Abort] = {}  # by engine and request of P: acknowledged when no READ runs
         self._used: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     # From the engine.
@@ -82,7 +83,7 @@ class Consumer(ConsumerLoading):
             self._give_up(request_id, FailCode.REPLAYED, "the transfer parameters were used before; prefill it again")
             return
         now = self._clock.monotonic()
-        key = self._new_key(reference.request_id)
+        key = self._new_key(reference)
         claim = reference.claim(key.transfer_id)
         request = Request(request_id, reference, key, claim, deadline=now + self._settings.wait_s, heard_at=now)
         self._requests[request_id] = self._by_key[key] = request
@@ -170,6 +171,8 @@ class Consumer(ConsumerLoading):
                 self._welcome(message)
             case Refuse():
                 self._refused(message)
+            case Keyed() if self._is_anothers(message):
+                self.counters.count("impostors")
             case Renewed():
                 self._renewed(message)
             case Ack():
@@ -223,7 +226,7 @@ class Consumer(ConsumerLoading):
                 self._try_again(request, Phase.STARTING, quiet=True)
             else:
                 self._fail(request, FailCode.TRANSFER_FAILED, "the agent was rebuilt under the transfer", quiet=True)
-        for key in list(self._alive.values()):
+        for key, _ in list(self._alive.values()):
             self._settle(key)
         self._work_off()
 
@@ -257,10 +260,14 @@ class Consumer(ConsumerLoading):
                 self._advance(request)
 
     def _refused(self, message: Refuse) -> None:
+        """The carrier has seen to it that the sender may speak for whom was meant: it is at the same address."""
         known = self._peers.newest(message.meant.engine_id)
         if known is not None and known.ref.generation > message.meant.generation:
             self.counters.count("late_refusals")  # of memory that has been replaced since
             return
+        if message.code is FailCode.WRONG_ENGINE:
+            for key in self._outbox.forget_engine(message.meant.engine_id):
+                self._settle(key)
         self.peer_lost(message.meant.engine_id, message.code, message.reason)
 
     def _renewed(self, message: Renewed) -> None:
@@ -284,7 +291,7 @@ class Consumer(ConsumerLoading):
             self._fail(request, FailCode.LEASE_LOST, "prefill does not hold the blocks of this request any more")
 
     def _acknowledged(self, message: Ack) -> None:
-        if not self._outbox.acknowledged(message.key, message.of):
+        if not self._outbox.acknowledged(message.key, message.of, message.sender.engine_id):
             self.counters.count("late_acks")
         if message.of in ("FAIL", "ABORT", "CANCEL") and not self._is_pull:
             self._actions.extend(self.quarantine.ended(message.key))
@@ -292,15 +299,6 @@ class Consumer(ConsumerLoading):
 
     def _from_prefill(self, message: Done | Fail) -> None:
         key, request = message.key, self._by_key.get(message.key)
-        if isinstance(message, Fail) and message.code is FailCode.WRONG_ENGINE:
-            self._outbox.forget(key)
-            self._settle(key)
-            if request is not None:
-                self.peer_lost(request.reference.engine.engine_id, message.code, message.reason)
-            return
-        if request is not None and message.sender.engine_id != request.reference.engine.engine_id:
-            self.counters.count("unexpected_messages")
-            return
         self._ack(message)
         if not self._is_pull:
             self._actions.extend(self.quarantine.ended(key))
@@ -314,7 +312,7 @@ class Consumer(ConsumerLoading):
 
     def _aborted_by_prefill(self, message: Abort) -> None:
         """P wants the blocks back, whichever attempt it knows of. It may have them when no READ of any is in flight."""
-        self._owed[message.key.request_id] = message
+        self._owed[message.sender.engine_id, message.key.request_id] = message
         for request in list(self._requests.values()):
             if request.key.request_id != message.key.request_id or request.reference.engine != message.sender:
                 continue
@@ -325,9 +323,9 @@ class Consumer(ConsumerLoading):
         self._pay_acks()
 
     def _pay_acks(self) -> None:
-        reading = {key.request_id for key in self._reads}
-        for request_id in [request_id for request_id in self._owed if request_id not in reading]:
-            self._ack(self._owed.pop(request_id))
+        reading = {(self._alive[key.transfer_id][1], key.request_id) for key in self._reads}
+        for request in [request for request in self._owed if request not in reading]:
+            self._ack(self._owed.pop(request))
 
     def _of_engine(self, engine_id: str) -> list[Request]:
         """Requests that still wait for KV from this engine."""

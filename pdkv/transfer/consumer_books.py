@@ -23,6 +23,7 @@ from pdkv.transfer.messages import (
     Renew,
     TransferKey,
 )
+from pdkv.transfer.reference import Reference
 
 K = TypeVar("K", bound=Keyed)
 
@@ -47,7 +48,7 @@ class ConsumerBooks(Endpoint):
         self._by_key: dict[TransferKey, Request] = {}
         self._handshakes: dict[str, tuple[EngineRef, float]] = {}  # whom to ask, and when next
         self._reads: set[TransferKey] = set()  # posted and not ended, wanted or not
-        self._alive: dict[int, TransferKey] = {}  # by transfer id, lowest first
+        self._alive: dict[int, tuple[TransferKey, str]] = {}  # with P's engine id; by transfer id, lowest first
         self._next_transfer_id = 0
 
     def holders(self) -> tuple[str, ...]:
@@ -70,11 +71,16 @@ class ConsumerBooks(Endpoint):
 
     # Transfers and what is said about them.
 
-    def _new_key(self, remote_request_id: str) -> TransferKey:
-        key = TransferKey(remote_request_id, self._next_transfer_id, self._rank)
-        self._alive[key.transfer_id] = key
+    def _new_key(self, reference: Reference) -> TransferKey:
+        key = TransferKey(reference.request_id, self._next_transfer_id, self._rank)
+        self._alive[key.transfer_id] = key, reference.engine.engine_id
         self._next_transfer_id += 1
         return key
+
+    def _is_anothers(self, message: Keyed) -> bool:
+        """Whether the message is about a transfer with another engine than its sender."""
+        known = self._alive.get(message.key.transfer_id)
+        return known is not None and known != (message.key, message.sender.engine_id)
 
     def _floor(self) -> int:
         """The lowest transfer id that P may still have to do with."""
@@ -166,7 +172,7 @@ class ConsumerBooks(Endpoint):
                 self._leave_blocks(request, quiet)
             request.runs = ()
         self._outbox.acknowledged(old, "REGISTER")
-        request.key = self._new_key(request.reference.request_id)
+        request.key = self._new_key(request.reference)
         del self._by_key[old]
         self._by_key[request.key] = request
         self._renewer.rename(old, request.key)

@@ -9,7 +9,7 @@ message  direction meaning
 ======== ========= ======================================================================================
 HANDSHAKE both     what I am; answered by WELCOME or REFUSE
 WELCOME  both      what I am, and we fit
-REFUSE   both      we do not fit; only the requests that need this pair fail
+REFUSE   both      we do not fit; only the requests that need this pair fail. Or: who was meant is not here any more
 RENEW    D → P     keep the blocks of this request; answered by RENEWED
 RENEWED  P → D     the lease's state and the seconds that remain of it
 REGISTER D → P     push: write the blocks of this request here; may come before P has them
@@ -157,7 +157,7 @@ class Welcome(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
 
 
 class Refuse(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="REFUSE"):
-    """`meant`: the engine that the handshake was for."""
+    """`meant`: the engine that the refused message was for, which is the sender or was at its address before it."""
 
     meant: EngineRef
     code: FailCode

@@ -59,11 +59,12 @@ class Outbox:
         entries[type_of(message)] = _Entry(send, now + retry_after_s, retry_after_s, until)
         self._num_entries += 1
 
-    def acknowledged(self, key: TransferKey, of: str) -> bool:
-        """Stop repeating; False where nothing of the kind was being repeated."""
+    def acknowledged(self, key: TransferKey, of: str, by: str | None = None) -> bool:
+        """Stop repeating; False where nothing of the kind was being repeated, or not to the engine `by`."""
         entries = self._entries.get(key, {})
-        if entries.pop(of, None) is None:
+        if of not in entries or (by is not None and entries[of].send.engine_id != by):
             return False
+        del entries[of]
         self._num_entries -= 1
         if not entries:
             del self._entries[key]
@@ -72,6 +73,15 @@ class Outbox:
     def forget(self, key: TransferKey) -> None:
         """Stop repeating everything about a transfer."""
         self._num_entries -= len(self._entries.pop(key, {}))
+
+    def forget_engine(self, engine_id: str) -> tuple[TransferKey, ...]:
+        """Stop repeating everything to an engine that is gone; the transfers that it was about."""
+        keys = tuple(
+            key for key, of in self._entries.items() if any(e.send.engine_id == engine_id for e in of.values())
+        )
+        for key in keys:
+            self.forget(key)
+        return keys
 
     def pending(self, key: TransferKey) -> bool:
         """Whether the peer has yet to acknowledge something about this transfer."""

@@ -152,7 +152,7 @@ class Producer(ProducerBooks):
             self.counters.count("unexpected_messages")
             return
         if message.receiver.engine_id != self.me.engine_id:
-            self._refuse(message, FailCode.WRONG_ENGINE, "another engine has taken this address")
+            self._refuse_peer(message, FailCode.WRONG_ENGINE, "another engine has taken this address")
             return
         self._used.raise_floor(message.sender.engine_id, message.floor)
         match message:
@@ -234,9 +234,10 @@ class Producer(ProducerBooks):
         self._learn(message.sender, message.descriptor)
         self._send(Welcome(sender=self.me, receiver=message.sender, descriptor=self.descriptor))
 
-    def _refuse_peer(self, message: Handshake, code: FailCode, reason: str) -> None:
+    def _refuse_peer(self, message: Handshake | Keyed, code: FailCode, reason: str) -> None:
         self.counters.count(f"refused_{code}")
-        self._send(self._refusal(message.sender, message.receiver, code, reason))
+        if not isinstance(message, Ack):
+            self._send(self._refusal(message.sender, message.receiver, code, reason))
 
     def _refusal(self, peer: EngineRef, meant: EngineRef, code: FailCode, reason: str) -> Refuse:
         return Refuse(sender=self.me, receiver=peer, meant=meant, code=code, reason=reason[:512])
@@ -305,7 +306,7 @@ class Producer(ProducerBooks):
         self._actions.append(PostWrite(key, register.sender, pairs))
 
     def _acknowledged(self, message: Ack) -> None:
-        if not self._outbox.acknowledged(message.key, message.of):
+        if not self._outbox.acknowledged(message.key, message.of, message.sender.engine_id):
             self.counters.count("late_acks")
         taker = self._takers.get(message.key.request_id, {}).get(message.key)
         if message.of == "ABORT" and taker is not None and taker.engine_id == message.sender.engine_id:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import zmq
 
@@ -97,6 +97,11 @@ class ConnectingEnd:
     def engines(self) -> frozenset[str]:
         """Who can be sent to."""
         return frozenset(host.engine_ids[-1] for host in self._hosts.values() if host.accepted)
+
+    def were_at(self, engine_id: str) -> Collection[str]:
+        """Engines that have answered at the same address as this one."""
+        host = self._by_engine.get(engine_id)
+        return () if host is None else host.engine_ids
 
     def _is_usable(self, entry: PeerEntry) -> bool:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 
 import zmq
@@ -13,7 +13,7 @@ from pdkv.errors import ConfigError, ProtocolError
 from pdkv.sockets import describe_bind_failure
 from pdkv.transfer.clock import Clock
 from pdkv.transfer.counters import Counters
-from pdkv.transfer.messages import AnyMessage, decode
+from pdkv.transfer.messages import AnyMessage, Refuse, decode
 from pdkv.transfer.sidechannel.addresses import Address
 from pdkv.transfer.sidechannel.bound import BoundEnd
 from pdkv.transfer.sidechannel.complaints import Complaints
@@ -136,7 +136,7 @@ class Loop(threading.Thread):
                 continue
             try:
                 message = decode(frame)
-                _require_sender(message, sender)
+                require_own_words(message, sender, self._connecting.were_at(sender))
             except ProtocolError as error:
                 self._complain("malformed", f"a message of {sender} was dropped: {error}")
                 continue
@@ -182,6 +182,18 @@ class Loop(threading.Thread):
         )
 
 
-def _require_sender(message: AnyMessage, sender: str) -> None:
+def require_own_words(message: AnyMessage, sender: str, were_at: Collection[str]) -> None:
+    """A connection speaks for its engine, and for engines that were at its address before only to say that they left.
+
+    Args:
+        were_at: engine ids that have answered at the sender's address.
+
+    Raises:
+        ProtocolError: it says something in another's name.
+    """
     if message.sender.engine_id != sender:
         raise ProtocolError(f"it names {message.sender.engine_id!r} as its sender, which is another engine.")
+    if isinstance(message, Refuse) and message.meant.engine_id != sender and message.meant.engine_id not in were_at:
+        raise ProtocolError(
+            f"it refuses what was meant for {message.meant.engine_id!r}, which was never at its address."
+        )

@@ -25,7 +25,7 @@ from sidechannel_net import (
 
 from pdkv.errors import ConfigError, ProtocolError, StateError
 from pdkv.transfer import EngineRef
-from pdkv.transfer.messages import Fail, FailCode, Register, TransferKey
+from pdkv.transfer.messages import FailCode, Refuse, Register, TransferKey
 from pdkv.transfer.sidechannel import Address, Limits, SideChannel, SideChannelSettings
 from pdkv.transfer.sidechannel.hello import Accepted, Declined, Versions, agree, decode_hello
 
@@ -134,16 +134,16 @@ def test_a_restarted_prefill_is_met_again_and_answers_for_the_engine_that_was_th
             (message,) = receive(new)
             assert message.receiver.engine_id == "P/1"
             new.send(
-                Fail(
+                Refuse(
                     sender=EngineRef("P/2", 1),
                     receiver=message.sender,
-                    key=TransferKey("r", 5, 0),
+                    meant=message.receiver,
                     code=FailCode.WRONG_ENGINE,
                     reason="another engine has taken this address",
                 )
             )
             (answer,) = receive(decode)
-            assert isinstance(answer, Fail)
+            assert isinstance(answer, Refuse)
 
 
 def test_a_peer_that_is_not_there_yet_is_met_when_it_comes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from sidechannel_net import done, exchange, hello, meet, receive, stranger, unti
 from transfer_pair import ManualClock
 
 from pdkv.errors import ConfigError
-from pdkv.transfer.messages import encode
+from pdkv.transfer.messages import EngineRef, FailCode, Refuse, encode
 from pdkv.transfer.sidechannel import (
     Address,
     KeyPair,
@@ -66,16 +67,19 @@ def test_a_key_that_is_not_on_the_list_is_refused_and_counted_and_others_go_on(k
 
 def test_a_peer_without_keys_and_one_that_expects_another_key_do_not_get_in(keys: dict[str, KeyPair]) -> None:
     with SideChannel("P/1", secured(keys["prefill"], PeerEntry("d", keys["decode"].public))) as prefill:
+        server = keys["prefill"].public
+        entry = PeerEntry("p", server, prefill.address)
         with (
             stranger(prefill.address) as plain,
             stranger(prefill.address, keys["decode"], keys["other"].public) as lost,
+            SideChannel("D/1", secured(keys["decode"], entry, bind=False)) as decode,
         ):
-            for peer in (plain, lost):
-                peer.send(hello("D/1"))
-                peer.rcvtimeo = 300
-                with pytest.raises(zmq.Again):
-                    peer.recv()
-        assert prefill.describe_state()["guests"] == []
+            for number, peer in enumerate((plain, lost)):
+                with suppress(zmq.Again):  # there is no connection already
+                    peer.send(hello(f"X/{number}"), zmq.NOBLOCK)
+            meet(prefill, decode)
+            exchange(decode, prefill, 1)
+            assert prefill.describe_state()["guests"] == ["D/1"]
 
 
 def test_a_key_that_is_added_or_removed_counts_without_a_restart(tmp_path: Path, keys: dict[str, KeyPair]) -> None:
@@ -234,3 +238,21 @@ def test_settings_come_from_the_environment(tmp_path: Path) -> None:
         SideChannelSettings.from_environment({"PDKV_SIDE_CHANNEL_INSECURE": "yes"})
     with pytest.raises(ConfigError, match="give one of them"):
         SideChannelSettings.from_values(peers="127.0.0.1:5", peers_file=str(tmp_path / "p"))
+
+
+def test_only_who_answers_at_an_engines_address_can_say_that_it_has_gone() -> None:
+    def refuse(sender: str, meant: str) -> bytes:
+        me, of = EngineRef(sender, 1), EngineRef(meant, 1)
+        return encode(
+            Refuse(sender=me, receiver=EngineRef("P/1", 1), meant=of, code=FailCode.WRONG_ENGINE, reason="gone")
+        )
+
+    with SideChannel("P/1") as prefill, stranger(prefill.address) as peer:
+        peer.send(hello("X/1"))
+        peer.recv()
+        peer.send(refuse("X/1", "D/1"))
+        peer.send(refuse("X/1", "X/1"))
+        (message,) = receive(prefill)
+        assert isinstance(message, Refuse)
+        assert message.meant.engine_id == "X/1"
+        assert prefill.counters["malformed"] == 1

@@ -324,3 +324,39 @@ def test_the_watchdog_recomputes_where_the_policy_says_so_in_other_blocks() -> N
     assert pair.freed("D") == set()  # the WRITE may still come
     pair.transfer_ended()
     assert pair.freed("D") == {11, 12, 13}
+
+
+@MODES
+def test_what_another_engine_says_of_a_transfer_is_counted_and_changes_nothing(mode: str) -> None:
+    pair = Pair(mode)
+    pair.loading()
+    key, intruder = pair.posted().key, {"sender": EngineRef("P/9", 1), "receiver": EngineRef("D/1", 1)}
+    for message in (
+        Done(**intruder, key=key),
+        Fail(**intruder, key=key, code=FailCode.TRANSFER_FAILED, reason=""),
+        Abort(**intruder, key=key, reason=""),
+        Ack(**intruder, key=key, of="REGISTER"),
+        Renewed(**intruder, key=key, sequence=1, state="ended", remaining_s=0.0),  # type: ignore[arg-type]
+    ):
+        pair.decode.received(message)
+    pair.deliver()
+    assert pair.decode.counters["impostors"] == 5
+    assert not pair.seen(Failed)
+    pair.transfer_ended()
+    assert pair.seen(Loaded)
+
+
+def test_I11_an_acknowledgement_of_another_engine_frees_no_block_in_quarantine() -> None:
+    pair = Pair("push")
+    pair.loading()
+    key = pair.posted().key
+    pair.lose = lambda message: message.receiver.engine_id == "P/1"
+    pair.decode.gone("d", "client gone")
+    pair.deliver()
+    pair.decode.received(Ack(sender=EngineRef("P/9", 1), receiver=EngineRef("D/1", 1), key=key, of="ABORT"))
+    pair.collect()
+    assert pair.freed("D") == set()
+    pair.lose = lambda message: False
+    pair.transfer_ended()
+    pair.wait(10)
+    assert pair.freed("D") == {11, 12, 13}
