@@ -66,6 +66,7 @@ STEPS = (
     tests("invariants", "test_gpu_invariants.py", 120),
     tests("graphs", "test_gpu_graphs.py", 60),
     tests("preserve", "test_gpu_preserve.py", 90),
+    tests("grow-live", "test_gpu_grow_live.py", 60),
     tests("allocator", "test_gpu_torch_allocator.py", 60),
     tests("given-back", "test_gpu_given_back.py", 90),
     tests("registration", "test_gpu_registration.py", 200, "-k", "not stale"),
