@@ -37,12 +37,13 @@ class _Issued:
     """The references to one request: an early one, the final one, or both.
 
     Attributes:
+        macs: by digest.
         users: the D engine and its use, by rank of D. Each rank takes the KV once.
     """
 
     expires_at: float
     ranks: int
-    digests: list[bytes] = field(default_factory=list)
+    macs: dict[bytes, bytes] = field(default_factory=dict)
     users: dict[int, tuple[str, int]] = field(default_factory=dict)
     is_over: bool = False
 
@@ -96,9 +97,13 @@ class IssuedReferences:
             valid_s=self._settings.valid_s,
             mac=bytes(32),
         )
-        digest = unsealed.digest()
-        self._remember(request_id, digest, ranks)
-        return msgspec.structs.replace(unsealed, mac=self._mac(digest))
+        reference = msgspec.structs.replace(unsealed, mac=self._mac(unsealed.digest()))
+        self._remember(reference, ranks)
+        return reference
+
+    def adopt(self, reference: Reference, *, ranks: int = 1) -> None:
+        """Judge the claims of a reference that another process of this engine has made, with a key of its own."""
+        self._remember(reference, ranks)
 
     def check(self, message: Keyed) -> Refusal | None:
         """Why the sender may not have, or end, what it asks for; None where it may. The first use is noted.
@@ -106,12 +111,13 @@ class IssuedReferences:
         The refusals: FORGED, EXPIRED, REPLAYED.
         """
         claim, key = message.claim, message.key
-        if claim is None or not hmac.compare_digest(claim.mac, self._mac(claim.digest)):
-            return FailCode.FORGED, "this engine did not issue the reference, or it was altered on its way"
         issued = self._issued.get(key.request_id)
+        macs = {} if issued is None else issued.macs
+        if claim is None or not hmac.compare_digest(claim.mac, macs.get(claim.digest, self._mac(claim.digest))):
+            return FailCode.FORGED, "this engine did not issue the reference, or it was altered on its way"
         if issued is None:
             return FailCode.EXPIRED, "the reference is older than this engine remembers"
-        if claim.digest not in issued.digests:
+        if claim.digest not in issued.macs:
             return FailCode.FORGED, "the reference is not to this request, or this engine has forgotten that it is"
         return self._check_use(issued, key.rank, (message.sender.engine_id, claim.use), claim)
 
@@ -131,13 +137,13 @@ class IssuedReferences:
         issued.users[rank] = user
         return None
 
-    def _remember(self, request_id: str, digest: bytes, ranks: int) -> None:
+    def _remember(self, reference: Reference, ranks: int) -> None:
         self._forget()
-        expires_at = self._clock.monotonic() + self._settings.valid_s
-        issued = self._issued.setdefault(request_id, _Issued(expires_at, ranks))
-        issued.digests.append(digest)
+        expires_at = self._clock.monotonic() + reference.valid_s
+        issued = self._issued.setdefault(reference.request_id, _Issued(expires_at, ranks))
+        issued.macs[reference.digest()] = reference.mac
         issued.expires_at, issued.ranks = expires_at, ranks
-        self._issued.move_to_end(request_id)
+        self._issued.move_to_end(reference.request_id)
 
     def _forget(self) -> None:
         """Drop the oldest entries that are expired and not in use; where there is no room, an old one all the same."""

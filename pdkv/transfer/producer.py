@@ -61,7 +61,15 @@ class Producer(ProducerBooks):
             raise StateError("the engine is asleep; wake it before it expects a request.")
         return self._references.issue(self.me, request_id, num_tokens, ranks=ranks)
 
-    def prefilled(self, request_id: str, blocks: Sequence[BlockRun], num_tokens: int, *, ranks: int = 1) -> Reference:
+    def prefilled(
+        self,
+        request_id: str,
+        blocks: Sequence[BlockRun],
+        num_tokens: int,
+        *,
+        ranks: int = 1,
+        reference: Reference | None = None,
+    ) -> Reference:
         """The prompt's KV is complete: keep its blocks for D under a lease.
 
         The blocks come back in a FreeBlocks, at once where D has given up already, where there is nothing to keep, or
@@ -71,6 +79,7 @@ class Producer(ProducerBooks):
             blocks: this rank's blocks, one run per KV-cache group.
             num_tokens: tokens of the prompt.
             ranks: how many ranks of D take blocks from this rank.
+            reference: one to just this that another process of the engine has issued already; else one is made.
 
         Raises:
             StateError: asleep, or a second prefill under the same request id.
@@ -80,12 +89,18 @@ class Producer(ProducerBooks):
         unwanted = self._unwanted.pop(request_id, set())
         try:
             self._leases.grant(request_id, blocks, num_tokens, ranks=ranks)
-            reference = self._references.issue(self.me, request_id, num_tokens, tuple(blocks), ranks=ranks)
+            is_kept = True
         except CapacityError:
+            is_kept = False
+        if reference is None:
+            reference = self._references.issue(self.me, request_id, num_tokens, tuple(blocks), ranks=ranks)
+        else:
+            self._references.adopt(reference, ranks=ranks)
+        if not is_kept:
             self.counters.count("lease_table_full")
             self._free(request_id, block_ids(blocks))
             self._fail_early(request_id, FailCode.NO_ROOM, "prefill holds as many leases as it may")
-            return self._references.issue(self.me, request_id, num_tokens, tuple(blocks), ranks=ranks)
+            return reference
         self.counters.count("leases")
         if not block_ids(blocks):
             self._end_lease(request_id, "leases_without_blocks")

@@ -31,9 +31,14 @@ OPTIONS: dict[str, Any] = {
 GROWABLE = {"worker_cls": "pdkv_connectors.vllm.worker.GrowableCPUWorker"}
 
 
-def nixl_connector(role: str, mode: str = "Pull", *, stock: bool = False) -> dict[str, Any]:
-    """vLLM's `kv_transfer_config` for a NIXL connector, "Pull" or "Push", pdkv's or vLLM's own."""
-    config = {"kv_connector": f"Nixl{mode}Connector", "kv_role": role, "kv_buffer_device": "cpu"}
+def nixl_connector(role: str, mode: str = "Pull", *, stock: bool = False, **more: Any) -> dict[str, Any]:
+    """vLLM's `kv_transfer_config` for a NIXL connector, "Pull" or "Push", pdkv's or vLLM's own; `more` keys of it."""
+    config: dict[str, Any] = {
+        "kv_connector": f"Nixl{mode}Connector",
+        "kv_role": role,
+        "kv_buffer_device": "cpu",
+        **more,
+    }
     if not stock:
         config["kv_connector"] = f"PdkvNixl{mode}Connector"
         config["kv_connector_module_path"] = "pdkv_connectors.vllm.nixl"

@@ -11,6 +11,7 @@ import json
 import os
 import select
 import sys
+import time
 from typing import Any
 
 
@@ -56,6 +57,7 @@ class Engine:
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
+        self.finished: dict[str, dict[str, Any]] = {}
         self.graphs = count_graphs()
         self.affinity_before = sorted(os.sched_getaffinity(0))
         self.llm = LLM(**options)
@@ -66,12 +68,23 @@ class Engine:
             if not select.select([sys.stdin], [], [], 0.005)[0]:
                 core = self.core
                 if core.scheduler.has_requests():
-                    self.llm.llm_engine.step()
+                    self.step()
                 continue
             line = sys.stdin.readline()
             if not line:
                 return
             yield json.loads(line)
+
+    def step(self) -> None:
+        """One step of the engine; keeps what becomes of requests that were submitted."""
+        for output in self.llm.llm_engine.step():
+            if output.finished:
+                first = output.outputs[0]
+                self.finished[output.request_id] = {
+                    "tokens": list(first.token_ids),
+                    "reason": first.finish_reason,
+                    "transfer": output.kv_transfer_params,
+                }
 
     @property
     def core(self) -> Any:
@@ -106,6 +119,64 @@ class Engine:
         return [
             {"tokens": list(output.outputs[0].token_ids), "transfer": output.kv_transfer_params} for output in outputs
         ]
+
+    def do_submit(
+        self, request_id: str, prompt: list[int], max_tokens: int, transfer: Any = None, steps: int | None = None
+    ) -> Any:
+        """Begin one request; its outcome is asked for later. The engine steps between commands.
+
+        Args:
+            steps: so many steps after it the client is gone; 0: before the request was scheduled, as when the front
+                end refuses it.
+        """
+        from vllm import SamplingParams
+
+        extra = None if transfer is None else {"kv_transfer_params": transfer}
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, extra_args=extra)
+        self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+        if steps is not None:
+            for _ in range(steps):
+                self.step()
+            self.do_abort(request_id)
+
+    def do_hold_transfers(self, held: bool) -> Any:
+        """While `held`, no transfer that this engine has posted is seen to end."""
+        from pdkv_connectors.vllm.block_transfers import BlockTransfers
+
+        if not hasattr(self, "poll"):
+            self.poll = BlockTransfers.poll
+        BlockTransfers.poll = (lambda _: []) if held else self.poll  # type: ignore[method-assign]
+
+    def do_abort(self, request_id: str) -> Any:
+        """As when the client of a request is gone."""
+        self.llm.llm_engine.abort_request([request_id])
+
+    def do_outcome(self, request_id: str, timeout_s: float) -> Any:
+        """Step until a submitted request has ended; None where it has not by then."""
+        deadline = time.monotonic() + timeout_s
+        while request_id not in self.finished and time.monotonic() < deadline:
+            self.step()
+        return self.finished.pop(request_id, None)
+
+    def do_ends(self) -> Any:
+        """What the connector's ends count and hold."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group().ends.snapshot()
+
+    def do_until(self, path: list[str], value: Any, timeout_s: float) -> Any:
+        """Step while there is something to do, until one value of the ends is as wanted; all of them as found."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            ends = found = self.do_ends()
+            for name in path:
+                found = found.get(name, 0)
+            if found == value or time.monotonic() > deadline:
+                return {"found": found, "ends": ends}
+            if self.core.scheduler.has_requests():
+                self.step()
+            else:
+                time.sleep(0.002)
 
     def do_sleep(self) -> Any:
         """Put the engine to sleep; the error's text where it refuses."""
@@ -147,6 +218,7 @@ class Engine:
             facts["storage_start"] = [int(view.untyped_storage().data_ptr()) for view in bound.values()]
         if connector is not None and hasattr(connector.connector_scheduler, "accounts"):
             counts = connector.connector_scheduler.accounts.counts
+            facts["free_blocks"] = core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
             facts["counts"] = {name: getattr(counts, name) for name in counts.__dataclass_fields__}
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 

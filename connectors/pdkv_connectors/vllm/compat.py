@@ -74,6 +74,27 @@ CONNECTOR_SEAMS = (
     Seam("admission", "vllm.engine.protocol", "EngineClient.notify_kv_transfer_request_rejected",
          ("request_id", "kv_transfer_params")),
     *(
+        Seam("ends of requests", f"{_NIXL}.base_worker", f"NixlBaseConnectorWorker.{method}", parameters)
+        for method, parameters in (
+            ("add_remote_agent", ("nixl_agent_meta", "remote_tp_rank", "remote_tp_size", "remote_dcp_size")),
+            ("_compute_desc_ids", ("block_ids", "dst_num_blocks", "block_size_ratio", "physical_blocks_per_logical",
+                                   "region_num_blocks", "region_group_ids", "uses_region_group_mapping")),
+            ("_cleanup_remote_engine", ("engine_id", "log_eviction")),
+            ("_logical_to_kernel_block_ids", ("block_ids", "ratio")),
+            ("_get_new_notifs", ()),
+            ("_handle_heartbeat", ("payload",)),
+        )
+    ),
+    *(
+        Seam("ends of requests", f"{_NIXL}.base_scheduler", f"NixlBaseConnectorScheduler.{method}", parameters)
+        for method, parameters in (
+            ("on_new_request", ("request",)),
+            ("get_exchange_clipped_blocks", ("block_ids",)),
+            ("set_xfer_handshake_metadata", ("metadata",)),
+        )
+    ),
+    Seam("ends of requests", "vllm.v1.core.sched.scheduler", "Scheduler._handle_failed_recving", ("failed_req_ids",)),
+    *(
         Seam("accounting", f"{_NIXL}.{module}", f"{name}.{method}", parameters)
         for module, name in (("pull_scheduler", "NixlPullConnectorScheduler"),
                              ("push_scheduler", "NixlPushConnectorScheduler"))

@@ -17,7 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConne
 from vllm.logger import init_logger
 
 from pdkv.errors import ConnectorError, SeamError, StateError
-from pdkv_connectors.vllm import patches
+from pdkv.transfer.blocks import block_ids
+from pdkv_connectors.vllm import patches, report
+from pdkv_connectors.vllm.agent import destroy_worker
+from pdkv_connectors.vllm.ends_events import events_of
+from pdkv_connectors.vllm.facade_ends import EndsConnector
 from pdkv_connectors.vllm.guard import GuardedAgent
 from pdkv_connectors.vllm.settings import EngineSettings
 
@@ -29,11 +33,12 @@ if TYPE_CHECKING:
     from pdkv import kvcache
     from pdkv.kvcache import GrowableKVCache
     from pdkv_connectors.vllm.growth import GrowableWorker
+    from pdkv_connectors.vllm.status import StatusFile
 
 logger = init_logger(f"vllm.{__name__}")
 
 
-class LateConnector(NixlBaseConnector):
+class LateConnector(EndsConnector, NixlBaseConnector):
     """A stock NIXL connector whose worker side is built by :meth:`build`.
 
     Subclasses mix in a stock connector class and say by `make_worker` what :meth:`build` builds, and by
@@ -111,13 +116,15 @@ class LateConnector(NixlBaseConnector):
         self._worker.nixl_wrapper = GuardedAgent(self._worker.nixl_wrapper, cache)
         self._register()
 
-    def finish_fixed(self) -> None:
+    def finish_fixed(self, status: StatusFile) -> None:
         """Build and register over a cache that vLLM allocated whole: all of it has memory, so nothing is guarded."""
+        self.report_to(status)
         self.build(self.kv_cache_config, self._views)
         self._register()
 
     def _register(self) -> None:
         self._worker.register_kv_caches(self._views)
+        self._begin_ends()
         self.connector_worker = self._worker
         if self._settings.corrupt_received_kv:
             logger.warning(
@@ -125,10 +132,28 @@ class LateConnector(NixlBaseConnector):
             )
 
     def unregister_kv_cache(self) -> None:
-        """End the stock worker, which drops its registrations; it cannot register again. Idempotent."""
-        worker, self._worker, self.connector_worker = self._worker, None, None
-        if worker is not None:
-            worker.shutdown()
+        """Destroy the stock worker and its agent, which drops its registrations. Idempotent.
+
+        Raises:
+            TransportError: the agent could not be destroyed; it counts as registered still.
+        """
+        if self._worker is not None:
+            destroy_worker(self._worker)
+        self._worker = self.connector_worker = None
+
+    def rebuild_agent(self, reason: str) -> None:
+        logger.warning("pdkv: building the NIXL agent anew: %s", reason)
+        assert self._ends is not None
+        cache = self._worker.nixl_wrapper.cache if isinstance(self._worker.nixl_wrapper, GuardedAgent) else None
+        with self._ends.without_agent():
+            self.unregister_kv_cache()
+            with set_current_vllm_config(self._vllm_config):
+                self.build(self.kv_cache_config, self._views)
+            if cache is not None:
+                self.register_kv_cache(cache)
+            else:
+                self._register()
+        self._ends.published((0, self._worker.transfer_tp_rank), self._worker.xfer_handshake_metadata)
 
     @property
     def agent(self) -> Any:
@@ -154,9 +179,12 @@ class LateConnector(NixlBaseConnector):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self.connector_worker is None:
             return
-        if self._settings.corrupt_received_kv and isinstance(self._connector_metadata, NixlConnectorMetadata):
-            for req_id, meta in self._connector_metadata.reqs_to_recv.items():
+        metadata = self._connector_metadata
+        if self._settings.corrupt_received_kv and isinstance(metadata, NixlConnectorMetadata):
+            for req_id, meta in metadata.reqs_to_recv.items():
                 self._received[req_id] = tuple(block for group in meta.local_block_ids for block in group)
+            if (events := events_of(metadata)) is not None:
+                self._received.update((req_id, block_ids(runs)) for req_id, runs in events.allocated.items())
         super().start_load_kv(forward_context, **kwargs)
 
     def wait_for_save(self) -> None:
@@ -199,6 +227,7 @@ class BuildLate:
         self.connector = connector
 
     def __call__(self, config: kvcache.KVCacheConfig) -> LateConnector:
+        self.connector.report_to(report.status_file(self._worker))
         with set_current_vllm_config(self._worker.vllm_config):
             self.connector.build(self._worker.committed_config, self._worker.committed_views)
         return self.connector

@@ -299,7 +299,7 @@ class GrowableWorker:
         """After the warmup of a fixed cache: build the late connector over it."""
         if has_kv_transfer_group():
             with set_current_vllm_config(self.vllm_config):
-                get_kv_transfer_group().finish_fixed()
+                get_kv_transfer_group().finish_fixed(report.status_file(self))
         self._extended = True
         report.write_fixed(self)
 

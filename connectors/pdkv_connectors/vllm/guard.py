@@ -25,12 +25,17 @@ class GuardedAgent:
 
     def __init__(self, agent: Any, cache: GrowableKVCache) -> None:
         self._agent = agent
-        self._cache = cache
+        self.cache = cache
         self._lock = threading.Lock()
         self.registered: list[tuple[int, int]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._agent, name)
+
+    @property
+    def unguarded(self) -> Any:
+        """The real NIXL agent."""
+        return self._agent
 
     def register_memory(self, reg_list: Any, *args: Any, **kwargs: Any) -> Any:
         """Register ranges, each of which must lie in one extent of the committed prefix.
@@ -39,7 +44,7 @@ class GuardedAgent:
             ExtentError: a range is outside the committed prefix or crosses a chunk; NIXL has not been called.
         """
         ranges = [(int(entry[0]), int(entry[1])) for entry in _entries(reg_list)]
-        extents = self._cache.extents()
+        extents = self.cache.extents()
         for address, nbytes in ranges:
             find_extent(extents, address, nbytes)
         result = self._agent.register_memory(reg_list, *args, **kwargs)

@@ -1,10 +1,12 @@
-"""The connectors for ``--kv-transfer-config``, by the stock NIXL protocol: a stock peer can be on the other side.
+"""The connectors for ``--kv-transfer-config``. A stock peer is met in the stock NIXL protocol, a pdkv one in ours.
 
 ::
 
     --worker-cls pdkv_connectors.vllm.worker.GrowableCPUWorker
     --kv-transfer-config '{"kv_connector": "PdkvNixlPullConnector", "kv_role": "kv_producer",
                            "kv_connector_module_path": "pdkv_connectors.vllm.nixl", "kv_buffer_device": "cpu"}'
+
+Optional times in seconds, in ``kv_connector_extra_config``: see `ends_support.SETTINGS`.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector, NixlPushConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 
 from pdkv_connectors.vllm.accounting import CountingScheduler
+from pdkv_connectors.vllm.ends_scheduler import EndsScheduler
 from pdkv_connectors.vllm.facade import LateConnector
+from pdkv_connectors.vllm.nixl_workers import EndsPullWorker, EndsPushWorker
 from pdkv_connectors.vllm.waiting import PublishingScheduler
 
 if TYPE_CHECKING:
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-class CountingPullScheduler(PublishingScheduler, CountingScheduler, NixlPullConnectorScheduler):
-    """Stock pull, and a count of what was loaded, of what had to be computed again, and of who waits."""
+class PdkvPullScheduler(PublishingScheduler, CountingScheduler, EndsScheduler, NixlPullConnectorScheduler):
+    """Stock pull with pdkv's ends, a count of what was loaded and what computed again, and of who waits."""
 
 
 class PdkvNixlPullConnector(LateConnector, NixlPullConnector):
@@ -36,18 +38,16 @@ class PdkvNixlPullConnector(LateConnector, NixlPullConnector):
     @classmethod
     def make_scheduler(
         cls, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig
-    ) -> CountingPullScheduler:
-        return CountingPullScheduler(vllm_config, engine_id, kv_cache_config)
+    ) -> PdkvPullScheduler:
+        return PdkvPullScheduler(vllm_config, engine_id, kv_cache_config)
 
     @classmethod
-    def make_worker(
-        cls, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig
-    ) -> NixlPullConnectorWorker:
-        return NixlPullConnectorWorker(vllm_config, engine_id, kv_cache_config)
+    def make_worker(cls, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> EndsPullWorker:
+        return EndsPullWorker(vllm_config, engine_id, kv_cache_config)
 
 
-class CountingPushScheduler(PublishingScheduler, CountingScheduler, NixlPushConnectorScheduler):
-    """Stock push, and a count of what was received, of what had to be computed again, and of who waits."""
+class PdkvPushScheduler(PublishingScheduler, CountingScheduler, EndsScheduler, NixlPushConnectorScheduler):
+    """Stock push with pdkv's ends, a count of what was received and what computed again, and of who waits."""
 
 
 class PdkvNixlPushConnector(LateConnector, NixlPushConnector):
@@ -56,11 +56,9 @@ class PdkvNixlPushConnector(LateConnector, NixlPushConnector):
     @classmethod
     def make_scheduler(
         cls, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig
-    ) -> CountingPushScheduler:
-        return CountingPushScheduler(vllm_config, engine_id, kv_cache_config)
+    ) -> PdkvPushScheduler:
+        return PdkvPushScheduler(vllm_config, engine_id, kv_cache_config)
 
     @classmethod
-    def make_worker(
-        cls, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig
-    ) -> NixlPushConnectorWorker:
-        return NixlPushConnectorWorker(vllm_config, engine_id, kv_cache_config)
+    def make_worker(cls, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> EndsPushWorker:
+        return EndsPushWorker(vllm_config, engine_id, kv_cache_config)

@@ -7,6 +7,8 @@ what                                       for        why there is no other way
                                                       runs warmup before it returns: growth must come after it
 `EngineCore.sleep` (wrap)                  0.32, 0.33  it pauses the scheduler before any worker is asked, so a
                                                       worker's refusal would leave an engine that serves no more
+`Scheduler._handle_failed_recving` (wrap)  0.32, 0.33  stock fails a request whose KV will not come once it has
+                                                      blocks for it; one in the queue would wait for its turn first
 `base_worker.nixl_agent_config` (swap)     0.32, 0.33  the agent's progress thread burns 60-70 % of a core when idle,
                                                       and its switch is not among the connector's settings
 CPU affinity around the agent (restore)    0.32, 0.33  the stock constructor pins the main thread to the last core
@@ -48,10 +50,12 @@ def is_growable(vllm_config: VllmConfig) -> bool:
 
 def install() -> None:
     """Wrap `EngineCore`'s methods, once per process. Inert for engines without a growable worker."""
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
     _wrap(EngineCore, "_initialize_kv_caches", _grow_after)
     _wrap(EngineCore, "sleep", _refuse_sleep)
+    _wrap(Scheduler, "_handle_failed_recving", _fail_queued)
 
 
 def installed() -> bool:
@@ -95,6 +99,17 @@ def _refuse_sleep(stock: Callable[..., Any], core: Any, level: int = 1, *args: A
             "peers; end the engine instead, or start it with vLLM's own worker class."
         )
     return stock(core, level, *args, **kwargs)
+
+
+def _fail_queued(stock: Callable[..., Any], scheduler: Any, failed_req_ids: set[str]) -> Any:
+    """The requests to fail: stock's, and such that have no blocks yet."""
+    affected = stock(scheduler, failed_req_ids)
+    if scheduler.recompute_kv_load_failures or getattr(scheduler.connector, "fails_queued", False) is not True:
+        return affected
+    from vllm.v1.request import RequestStatus
+
+    found = [scheduler.requests.get(req_id) for req_id in failed_req_ids]
+    return affected | {r.request_id for r in found if r is not None and r.status == RequestStatus.WAITING}
 
 
 @contextlib.contextmanager

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import vllm
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.logger import init_logger
 
-from pdkv_connectors.vllm.status import write_status
+from pdkv_connectors.vllm.status import StatusFile
 
 if TYPE_CHECKING:
     from pdkv.kvcache import GrowableKVCache
@@ -17,6 +18,15 @@ if TYPE_CHECKING:
     from pdkv_connectors.vllm.growth import GrowableWorker
 
 logger = init_logger(f"vllm.{__name__}")
+_files: WeakKeyDictionary[GrowableWorker, StatusFile] = WeakKeyDictionary()
+
+
+def status_file(worker: GrowableWorker) -> StatusFile:
+    """The status file of this rank, which its connector writes too."""
+    found = _files.get(worker)
+    if found is None:
+        found = _files[worker] = StatusFile(worker.settings.status_dir, f"worker-rank{worker.rank}")
+    return found
 
 
 def write_growable(worker: GrowableWorker, cache: GrowableKVCache, extended: ExtendReport) -> None:
@@ -68,5 +78,5 @@ def _write(worker: GrowableWorker, event: str, facts: dict[str, Any]) -> None:
         "probe_gb_per_s": worker.probe_gb_per_s,
         "vllm_version": vllm.__version__,
     }
-    write_status(worker.settings.status_dir, f"worker-rank{worker.rank}", status)
+    status_file(worker).update(status)
     logger.info("pdkv: %s; %s", event, status)

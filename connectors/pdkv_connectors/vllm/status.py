@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,3 +22,22 @@ def write_status(folder: Path | None, name: str, values: Mapping[str, Any]) -> N
     temporary = folder / f".{name}.{os.getpid()}"
     temporary.write_text(json.dumps({"pid": os.getpid(), **values}, indent=1, sort_keys=True) + "\n")
     temporary.replace(folder / f"{name}.json")
+
+
+class StatusFile:
+    """One status file that several parts of a process write: each updates its own keys."""
+
+    def __init__(self, folder: Path | None, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._values: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def update(self, values: Mapping[str, Any]) -> None:
+        """Set these keys, keep the others, and write the file.
+
+        Raises:
+            OSError: as of :func:`write_status`; the keys are set all the same.
+        """
+        with self._lock:
+            self._values.update(values)
+            write_status(self._folder, self._name, self._values)

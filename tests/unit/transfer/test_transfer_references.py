@@ -167,6 +167,17 @@ def test_the_books_stay_small_and_forget_no_reference_in_use_while_there_are_oth
     assert code(issued, used) is None
 
 
+def test_a_reference_made_by_another_process_of_prefill_opens_only_what_it_was_made_for() -> None:
+    scheduler = IssuedReferences(ManualClock(), Counters())
+    ours, foreign = (scheduler.issue(EngineRef("P/1", 1), name, 40, (BlockRun(0, (1, 2, 3)),)) for name in ("r", "f"))
+    pair = Pair("pull")
+    assert pair.prefill.prefilled("r", ours.blocks, 40, reference=ours) is ours
+    altered = msgspec.structs.replace(ours, num_tokens=41)
+    assert code(pair.prefill._references, altered) is FailCode.FORGED
+    assert code(pair.prefill._references, foreign) is FailCode.FORGED
+    assert code(pair.prefill._references, ours) is None
+
+
 def code(
     issued: IssuedReferences, reference: Reference, *, rank: int = 0, engine: str = "D/1", use: int = 0
 ) -> FailCode | None:

@@ -1,0 +1,171 @@
+"""The scheduler's half of pdkv's ends: turns what the engine does with a request into events for the workers.
+
+Between two pdkv engines the stock books of leases, heartbeats and registrations stay empty: `pdkv.transfer` keeps them,
+in the workers. A request without pdkv's reference comes from a stock prefill engine and takes the stock way.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllm.logger import init_logger
+
+from pdkv.errors import ProtocolError
+from pdkv.transfer import BlockRun, Counters, SystemClock
+from pdkv.transfer.issued import IssuedReferences
+from pdkv_connectors.vllm.ends_events import ATTRIBUTE, Arrival, Events, Prefilled, RemoteKV, WorkerNews, read_remote_kv
+from pdkv_connectors.vllm.ends_support import why_stock_only
+from pdkv_connectors.vllm.handshake import KEY, RankInfo, read_stamp
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class EndsScheduler:
+    """Mixed in before a stock NIXL connector scheduler."""
+
+    # From the stock scheduler.
+    kv_cache_config: KVCacheConfig
+    vllm_config: VllmConfig
+    transfer_tp_size: int
+    _reqs_need_send: dict[str, float]
+    _reqs_not_processed: set[str]
+    _finished_request_blocks: dict[str, Any]  # push only
+    _newly_finished_push_blocks: dict[str, Any]  # push only
+
+    def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)  # type: ignore[call-arg]
+        self.stock_only = why_stock_only(vllm_config, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._recompute = transfer is not None and transfer.kv_load_failure_policy == "recompute"
+        self._handshakes: dict[tuple[int, int], Any] = {}
+        self._ranks: tuple[RankInfo, ...] = ()
+        self._events = Events()
+        self._names: dict[str, str] = {}  # P: request id -> its name between P and D
+        self._serial = itertools.count(1)
+        self._references = IssuedReferences(SystemClock(), Counters())
+        self._remote: set[str] = set()  # D: requests whose KV comes by pdkv's protocol
+        self._failed: dict[str, str] = {}  # D: of these, such whose KV will not come, and why
+
+    # Requests.
+
+    def on_new_request(self, request: Any) -> None:
+        params = request.kv_transfer_params or {}
+        if self._ranks and params.get("do_remote_decode"):
+            self._names[request.request_id] = f"{request.request_id[:200]}#{next(self._serial)}"
+        if self.stock_only is None and params.get("do_remote_prefill") and (arrival := self._arrival(request)):
+            self._remote.add(request.request_id)
+            self._events.arrived.append(arrival)
+            return  # the stock half would begin to send heartbeats
+        super().on_new_request(request)  # type: ignore[misc]
+
+    def _arrival(self, request: Any) -> Arrival | None:
+        """The event for a request with pdkv's reference; None where it takes the stock way."""
+        arrival = Arrival(request.request_id, request.num_prompt_tokens, None)
+        try:
+            arrival.remote = read_remote_kv(request.kv_transfer_params)
+        except ProtocolError as error:
+            arrival.why_not = str(error)
+            return arrival
+        if arrival.remote is None:
+            return None
+        if len(arrival.remote.ranks) != self.transfer_tp_size:
+            logger.warning_once(
+                "pdkv: prefill has %d ranks and decode %d; their requests take the stock protocol, whose failures are "
+                "noticed later.", len(arrival.remote.ranks), self.transfer_tp_size,
+            )  # fmt: skip
+            return None
+        return arrival
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        if self._recompute and request.request_id in self._failed:
+            return 0, False  # it failed in the queue: computed here, without waiting for blocks to load into
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)  # type: ignore[misc, no-any-return]
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        params = request.kv_transfer_params or {}
+        if (name := self._names.get(request.request_id)) is not None:
+            self._events.expected.append(name)
+        elif request.request_id in self._remote:
+            if params.get("do_remote_prefill"):
+                runs = self._runs_to_load(blocks) if num_external_tokens > 0 else ()
+                self._events.allocated[request.request_id] = runs
+                params["do_remote_prefill"] = False
+        else:
+            super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[misc]
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        request_id = request.request_id
+        if request_id in self._remote:
+            self._remote.discard(request_id)
+            self._failed.pop(request_id, None)
+            self._events.gone[request_id] = f"the request is over on decode ({request.status.name.lower()})"
+            (request.kv_transfer_params or {})["do_remote_prefill"] = False
+            return False, None
+        name = self._names.pop(request_id, None)
+        held, params = super().request_finished(request, block_ids)  # type: ignore[misc]
+        if name is None:
+            return held, params
+        self._reqs_need_send.pop(request_id, None)
+        self._reqs_not_processed.discard(request_id)
+        for book in ("_finished_request_blocks", "_newly_finished_push_blocks"):
+            getattr(self, book, {}).pop(request_id, None)
+        if params is None:
+            self._events.aborted[name] = f"the request is over on prefill ({request.status.name.lower()})"
+            return held, params
+        runs = self._runs_to_give(block_ids) if held else ()
+        references = tuple(
+            self._references.issue(rank.ref, name, request.num_prompt_tokens, runs) for rank in self._ranks
+        )
+        self._events.prefilled.append(Prefilled(request_id, references))
+        params[KEY] = msgspec.to_builtins(RemoteKV.of(references, self._ranks))
+        return held, params
+
+    # Blocks, by their index in the prompt.
+
+    def _runs_to_give(self, block_ids: Sequence[Sequence[int]]) -> tuple[BlockRun, ...]:
+        """P's blocks: all, or the tail that a sliding window still sees."""
+        whole = self.kv_cache_config.select_transfer_block_ids(block_ids)
+        kept = self.get_exchange_clipped_blocks(block_ids)  # type: ignore[attr-defined]
+        return tuple(_without_null(len(all_ids) - len(ids), ids) for all_ids, ids in zip(whole, kept, strict=True))
+
+    def _runs_to_load(self, blocks: Any) -> tuple[BlockRun, ...]:
+        """D's blocks that are not in its prefix cache."""
+        whole = self.kv_cache_config.select_transfer_block_ids(blocks.get_block_ids())
+        kept = self.get_exchange_clipped_blocks(blocks.get_unhashed_block_ids_all_groups())  # type: ignore[attr-defined]
+        return tuple(BlockRun(len(all_ids) - len(ids), tuple(ids)) for all_ids, ids in zip(whole, kept, strict=True))
+
+    # To and from the workers.
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
+        metadata = super().build_connector_meta(scheduler_output)  # type: ignore[misc]
+        setattr(metadata, ATTRIBUTE, self._events)
+        self._events = Events()
+        return metadata
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)  # type: ignore[misc]
+        news = connector_output.kv_connector_worker_meta
+        if isinstance(news, WorkerNews):
+            self._failed.update((key, reason) for key, reason in news.failed.items() if key in self._remote)
+            if news.handshakes:
+                self.set_xfer_handshake_metadata({**self._handshakes, **news.handshakes})
+
+    def set_xfer_handshake_metadata(self, metadata: dict[tuple[int, int], Any]) -> None:
+        self._handshakes = dict(metadata)
+        stamps = [read_stamp(payload) for _, payload in sorted(metadata.items())]
+        self._ranks = tuple(stamp for stamp in stamps if stamp is not None and stamp.control)
+        super().set_xfer_handshake_metadata(metadata)  # type: ignore[misc]
+
+
+def _without_null(first: int, ids: Sequence[int]) -> BlockRun:
+    """A run without the null blocks (0) that stand for what a window has left behind; they are at its start."""
+    skipped = next((place for place, block_id in enumerate(ids) if block_id != 0), len(ids))
+    return BlockRun(first + skipped, tuple(ids[skipped:]))
