@@ -153,8 +153,14 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the results there (needs matplotlib)")
 
 
-def write_json(path: Path, benchmark: str, settings: Mapping[str, Any], results: Mapping[str, Any]) -> None:
-    """Write the report: results, and all that is needed to judge and repeat them."""
+def write_json(
+    path: Path,
+    benchmark: str,
+    settings: Mapping[str, Any],
+    results: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """Write the report: results, and all that is needed to judge and repeat them; `rows` beside them, where given."""
     report = {
         "benchmark": benchmark,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -163,6 +169,7 @@ def write_json(path: Path, benchmark: str, settings: Mapping[str, Any], results:
         "versions": versions(),
         "settings": dict(settings),
         "results": dict(results),
+        **({"rows": list(rows)} if rows else {}),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=2, default=_plain) + "\n")

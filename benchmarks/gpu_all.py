@@ -71,7 +71,9 @@ STEPS = (
     tests("given-back", "test_gpu_given_back.py", 90),
     tests("registration", "test_gpu_registration.py", 200, "-k", "not stale"),
     tests("stale", "test_gpu_registration.py", 120, "-k", "stale"),
+    tests("ipc", "test_ipc_cuda.py", 240),
     Step("commit", ("benchmarks/gpu_commit.py",), 90),
+    Step("transfer", ("benchmarks/transfer.py", "--only", "cuda"), 150),
     tests("vllm-seams", "../integration/test_vllm_seams.py", 90),
     # Six at a time: engines spend most of their start importing. The last needs the card for itself.
     tests("vllm-pd", "test_vllm_pd.py", 240, "-k", "not leaves_free", "-n", "6"),

@@ -137,6 +137,10 @@ class SegmentBacking:
             found[self._segment_at(chunk.address - self.address)].append(chunk)
         return found
 
+    def export_fds(self) -> tuple[tuple[Piece, int], ...]:
+        """See :meth:`Reservation.export_fds`."""
+        return self._reservation.export_fds()
+
     def close(self) -> None:
         """Give memory and, once no view is alive, addresses back. Idempotent."""
         self._reservation.close()

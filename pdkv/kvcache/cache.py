@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from pdkv.memory.driver import MemoryDriver
-    from pdkv.memory.reservation import ReleaseReport
+    from pdkv.memory.reservation import Piece, ReleaseReport
 
 
 class GrowableKVCache:
@@ -264,6 +264,15 @@ class GrowableKVCache:
             nbytes = self._config.prefix_bytes(where, self._committed)
             found += segment_extents(chunks, self.address + where.offset, nbytes, segment=number, device_id=device_id)
         return tuple(found)
+
+    def export_fds(self) -> tuple[tuple[Piece, int], ...]:
+        """A descriptor for each chunk, with its place relative to :attr:`address`; the caller owns and closes them.
+
+        Raises:
+            DriverError: the driver's chunks cannot be exported.
+        """
+        self._require_open()
+        return self._backing.export_fds()
 
     def check_range(self, address: int, nbytes: int) -> Extent:
         """The extent that holds the range; ExtentError if none does. For many ranges take :meth:`extents` once."""

@@ -8,6 +8,7 @@ import logging
 from pdkv.errors import ConfigError, DriverError, DriverUnavailableError
 from pdkv.memory.driver import MappedChunk, MemoryDriver, MemoryInfo, PhysicalChunk, Progress
 from pdkv.memory.host import DEFAULT_GRANULE, HostDriver
+from pdkv.memory.imported import ImportedMemory
 from pdkv.memory.reservation import Piece, ReleaseReport, Reservation
 from pdkv.memory.wrappers import CountingDriver, FailingDriver, ForwardingDriver, LimitedDriver
 
@@ -81,6 +82,7 @@ __all__ = [
     "FailingDriver",
     "ForwardingDriver",
     "HostDriver",
+    "ImportedMemory",
     "LimitedDriver",
     "MappedChunk",
     "MemoryDriver",

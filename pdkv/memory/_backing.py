@@ -73,6 +73,18 @@ class Backing:
         self.ranges.add(offset, chunk.nbytes)
         self._remove_loose(chunk)
 
+    def take(self, chunk: PhysicalChunk, offset: int, *, read_only: bool) -> None:
+        """Map a chunk that the driver made otherwise, an imported one; it is loose where that fails."""
+        self.loose.append(chunk)
+        self._held += chunk.nbytes
+        if not read_only:
+            self.map(offset, chunk)
+            return
+        self.driver.map_read_only(self.address + offset, chunk)
+        self.mapped[offset] = chunk
+        self.ranges.add(offset, chunk.nbytes)
+        self._remove_loose(chunk)
+
     def unmap(self, offset: int) -> PhysicalChunk:
         """Unmap the chunk at `offset`, which becomes loose."""
         chunk = self.mapped[offset]

@@ -20,6 +20,7 @@ class DriverBooks:
         reservations: size by first address.
         chunks: those that were created and not yet released, by handle.
         mapped: every mapping.
+        read_only: those of them that are for reading only.
     """
 
     def __init__(self, granule: int) -> None:
@@ -27,6 +28,19 @@ class DriverBooks:
         self.reservations: dict[int, int] = {}
         self.chunks: dict[Any, PhysicalChunk] = {}
         self.mapped = RangeSet()
+        self.read_only = RangeSet()
+
+    def note_mapped(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
+        """A chunk is mapped there now."""
+        self.mapped.add(address, nbytes)
+        if read_only:
+            self.read_only.add(address, nbytes)
+
+    def note_unmapped(self, address: int) -> None:
+        """The mapping that began there is gone."""
+        self.mapped.remove(address)
+        if self.read_only.get(address) is not None:
+            self.read_only.remove(address)
 
     def check_size(self, nbytes: int) -> None:
         """A size that can be reserved or created."""
@@ -83,9 +97,15 @@ class DriverBooks:
         if nbytes < 0 or covered < nbytes:
             raise DriverError(f"0x{address + covered:x} is not mapped; nothing was touched")
 
+    def check_writable(self, address: int, nbytes: int) -> None:
+        """A range every byte of which is mapped for writing."""
+        self.check_mapped(address, nbytes)
+        if self.read_only.overlapping(address, nbytes):
+            raise DriverError(f"a part of 0x{address:x} + {nbytes} is mapped for reading only; nothing was touched")
+
     def check_copy(self, destination: int, source: int, nbytes: int) -> None:
         """Two mapped ranges that do not overlap."""
-        self.check_mapped(destination, nbytes)
+        self.check_writable(destination, nbytes)
         self.check_mapped(source, nbytes)
         if abs(destination - source) < nbytes:
             raise DriverError(f"cannot copy {nbytes} bytes between ranges that overlap")

@@ -42,6 +42,24 @@ def reopen(fd: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
 
+def require_chunk(fd: int, nbytes: int) -> None:
+    """Refuse a descriptor behind which there are not `nbytes` bytes that stay there.
+
+    Raises:
+        OSError: it is no open descriptor.
+        ValueError: it is no memfd of this size, or one that its owner could shrink under the feet of a reader.
+    """
+    found = os.fstat(fd).st_size
+    if found != nbytes:
+        raise ValueError(f"the descriptor has {found} bytes behind it, not {nbytes}")
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise ValueError(f"the descriptor is no memfd: {error}") from error
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise ValueError("the descriptor's memory may be shrunk by others, which would kill its readers")
+
+
 def is_held_elsewhere(fd: int) -> bool | None:
     """Whether another open file, in any process, or a mapping made through one, holds the memory too.
 

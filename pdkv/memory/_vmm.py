@@ -31,6 +31,16 @@ if TYPE_CHECKING:
 _ASK_FIRST_NBYTES = 1 << 30
 
 
+class _ImportedHandle(int):
+    """A handle that equals itself only: importing a chunk of this very process may give the number of its own one."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
 class VmmDriver(MemoryDriver):
     """The driver contract over a :class:`VmmApi`."""
 
@@ -75,7 +85,7 @@ class VmmDriver(MemoryDriver):
     def release(self, chunk: PhysicalChunk) -> None:
         self._books.check_chunk(chunk)
         with self._api.on_device():
-            self._api.release(chunk.handle)
+            self._api.release(int(chunk.handle))
         del self._books.chunks[chunk.handle]
 
     def export_fd(self, chunk: PhysicalChunk) -> int:
@@ -86,25 +96,42 @@ class VmmDriver(MemoryDriver):
                 f"chunks cannot be exported as file descriptors: the driver granted handle type {self._api.handle_type}"
             )
         with self._api.on_device():
-            return self._api.export_fd(chunk.handle)
+            return self._api.export_fd(int(chunk.handle))
+
+    def import_fd(self, fd: int, nbytes: int) -> PhysicalChunk:
+        self._check_open()
+        self._books.check_size(nbytes)
+        with self._api.on_device():
+            chunk = PhysicalChunk(_ImportedHandle(self._api.import_fd(fd)), nbytes)
+        self._books.chunks[chunk.handle] = chunk
+        return chunk
 
     # -- mappings
 
     def map(self, address: int, chunk: PhysicalChunk) -> None:
+        self._map(address, chunk, read_only=False)
+
+    def map_read_only(self, address: int, chunk: PhysicalChunk) -> None:
+        self._map(address, chunk, read_only=True)
+
+    def _map(self, address: int, chunk: PhysicalChunk, *, read_only: bool) -> None:
         self._check_open()
         self._books.check_map(address, chunk)
         with self._api.on_device():
-            self._map_now(address, chunk)
+            self._map_now(address, chunk, read_only=read_only)
 
-    def _map_now(self, address: int, chunk: PhysicalChunk) -> None:
+    def _map_now(self, address: int, chunk: PhysicalChunk, *, read_only: bool = False) -> None:
         api, nbytes = self._api, chunk.nbytes
-        api.map(address, nbytes, chunk.handle)
+        api.map(address, nbytes, int(chunk.handle))
         try:
-            api.set_access(*self._access_range(address, nbytes))
+            if read_only:
+                api.set_read_access(address, nbytes)
+            else:
+                api.set_access(*self._access_range(address, nbytes))
         except BaseException:
             api.unmap(address, nbytes)
             raise
-        self._books.mapped.add(address, nbytes)
+        self._books.note_mapped(address, nbytes, read_only=read_only)
 
     def back(self, ranges: Sequence[tuple[int, int]], progress: Progress) -> None:
         """As in the contract. Nothing can be at work on memory that is new at its address, so nothing is waited for
@@ -130,7 +157,7 @@ class VmmDriver(MemoryDriver):
         with self._api.on_device():
             self._api.synchronize()
             self._api.unmap(address, nbytes)
-        self._books.mapped.remove(address)
+        self._books.note_unmapped(address)
 
     def query_chunks(self, address: int, nbytes: int) -> tuple[MappedChunk, ...]:
         """As in the contract. The vendor's driver is asked wherever something was mapped: into a range that this driver
@@ -157,7 +184,7 @@ class VmmDriver(MemoryDriver):
     def zero_all(self, ranges: Sequence[tuple[int, int]]) -> None:
         """As in the contract. Work that was started earlier, on any stream, comes first, as it would on a CPU."""
         for address, nbytes in ranges:
-            self._books.check_mapped(address, nbytes)
+            self._books.check_writable(address, nbytes)
         if not any(nbytes for _, nbytes in ranges):
             return
         with self._api.on_device():

@@ -123,6 +123,14 @@ class VmmApi(ABC):
     @abstractmethod
     def export_fd(self, handle: int) -> int: ...
 
+    def set_read_access(self, address: int, nbytes: int) -> None:
+        """Let the owning device read the range, and not write."""
+        raise DriverError(f"the {self.name} driver has no mappings for reading only here")
+
+    def import_fd(self, fd: int) -> int:
+        """The handle of a chunk that another process exported."""
+        raise DriverError(f"the {self.name} driver maps no chunks of other processes here")
+
     @abstractmethod
     def start_zero(self, address: int, nbytes: int) -> None:
         """Fill with zero bytes, on the driver's own stream."""

@@ -72,7 +72,7 @@ class CudaApi(VmmApi):
             with self.on_device():
                 self._stream = self.call("cuStreamCreate", module.CUstream_flags.CU_STREAM_NON_BLOCKING)
                 self._properties = self._best_properties(device)
-                self._access = self._access_descriptor()
+                self._access = self._access_descriptor(module.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
         except BaseException:
             self.close()
             raise
@@ -113,6 +113,10 @@ class CudaApi(VmmApi):
     def map(self, address: int, nbytes: int, handle: int) -> None:
         self.call("cuMemMap", address, nbytes, 0, handle, 0, wanted=nbytes)
 
+    def set_read_access(self, address: int, nbytes: int) -> None:
+        access = self._access_descriptor(self._module.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ)
+        self.call("cuMemSetAccess", address, nbytes, access, 1, wanted=nbytes)
+
     def unmap(self, address: int, nbytes: int) -> None:
         self.call("cuMemUnmap", address, nbytes)
 
@@ -131,6 +135,10 @@ class CudaApi(VmmApi):
     def export_fd(self, handle: int) -> int:
         kind = self._module.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         return int(self.call("cuMemExportToShareableHandle", handle, kind, 0))
+
+    def import_fd(self, fd: int) -> int:
+        kind = self._module.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        return int(self.call("cuMemImportFromShareableHandle", fd, kind))
 
     def start_zero(self, address: int, nbytes: int) -> None:
         self.call("cuMemsetD8Async", address, 0, nbytes, self._stream_now())
@@ -217,11 +225,11 @@ class CudaApi(VmmApi):
         properties.allocFlags.gpuDirectRDMACapable = rdma_flag
         return properties
 
-    def _access_descriptor(self) -> list[Any]:
+    def _access_descriptor(self, flags: Any) -> list[Any]:
         cu = self._module
         access = cu.CUmemAccessDesc()
         access.location = self._properties.location
-        access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        access.flags = flags
         return [access]
 
     def _stream_now(self) -> Any:

@@ -193,6 +193,21 @@ class MemoryDriver(ABC):
             DriverError: chunks of this driver cannot be exported.
         """
 
+    def import_fd(self, fd: int, nbytes: int) -> PhysicalChunk:
+        """The chunk of `nbytes` bytes behind a descriptor that a peer's :meth:`export_fd` made.
+
+        The descriptor stays the caller's, who may close it at once. The chunk is one like any other here: it can be
+        mapped, and holds the memory until it is released. Its contents are the peer's too.
+
+        Raises:
+            DriverError: it is no chunk of that size that this driver can map, or the driver cannot import at all.
+        """
+        raise DriverError(f"the {self.name} driver cannot map chunks of other processes")
+
+    def map_read_only(self, address: int, chunk: PhysicalChunk) -> None:
+        """As :meth:`map`, but for reading only. What would write there through the driver is refused."""
+        raise DriverError(f"the {self.name} driver has no mappings for reading only")
+
     @abstractmethod
     def tensor(self, address: int, nbytes: int, keepalive: object) -> torch.Tensor:
         """A one-dimensional int8 tensor over the range, mapped or not, that touches no page.

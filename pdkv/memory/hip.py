@@ -191,9 +191,9 @@ class HipDriver(VmmDriver):
         super().__init__(api, device, MIN_GRANULE)
         self._mixed_sizes = api.version >= MIXED_SIZES_VERSION
 
-    def _map_now(self, address: int, chunk: PhysicalChunk) -> None:
+    def _map_now(self, address: int, chunk: PhysicalChunk, *, read_only: bool = False) -> None:
         self._check_one_size(address, chunk.nbytes)
-        super()._map_now(address, chunk)
+        super()._map_now(address, chunk, read_only=read_only)
 
     def _check_one_size(self, address: int, nbytes: int) -> None:
         if self._mixed_sizes:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import logging
 import os
 import weakref
@@ -147,26 +148,47 @@ class HostDriver(MemoryDriver):
         except OSError as error:
             raise self._allocation_error(chunk.nbytes, error) from error
 
+    def import_fd(self, fd: int, nbytes: int) -> PhysicalChunk:
+        self._check_usable()
+        self._books.check_size(nbytes)
+        try:
+            _memfd.require_chunk(fd, nbytes)
+            own = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
+        except ValueError as error:
+            raise DriverError(f"cannot import a chunk: {error}") from error
+        except OSError as error:
+            raise self._allocation_error(nbytes, error) from error
+        chunk = PhysicalChunk(own, nbytes)
+        self._books.chunks[own] = chunk
+        return chunk
+
     # -- mappings
 
     def map(self, address: int, chunk: PhysicalChunk) -> None:
+        self._map(address, chunk, read_only=False)
+
+    def map_read_only(self, address: int, chunk: PhysicalChunk) -> None:
+        self._map(address, chunk, read_only=True)
+
+    def _map(self, address: int, chunk: PhysicalChunk, *, read_only: bool) -> None:
         self._check_usable()
         self._books.check_map(address, chunk)
-        self._map_now(address, chunk)
+        self._map_now(address, chunk, read_only=read_only)
 
-    def _map_now(self, address: int, chunk: PhysicalChunk) -> None:
+    def _map_now(self, address: int, chunk: PhysicalChunk, *, read_only: bool = False) -> None:
         self._check_mapping_count()
         flags = _libc.MAP_SHARED | _libc.MAP_FIXED
+        protection = _libc.PROT_READ if read_only else _libc.PROT_READ_WRITE
         try:
-            _libc.mmap(address, chunk.nbytes, _libc.PROT_READ_WRITE, flags, chunk.handle)
+            _libc.mmap(address, chunk.nbytes, protection, flags, chunk.handle)
         except OSError as error:
             raise DriverError(f"cannot change a mapping: {error}") from error
         try:
-            self._populate(address, chunk.nbytes)
+            self._populate(address, chunk.nbytes, _libc.MADV_POPULATE_READ if read_only else _libc.MADV_POPULATE_WRITE)
         except OSError as error:
             _make_empty(address, chunk.nbytes)
             raise self._allocation_error(chunk.nbytes, error) from error
-        self._books.mapped.add(address, chunk.nbytes)
+        self._books.note_mapped(address, chunk.nbytes, read_only=read_only)
         self._untouched.discard(chunk.handle)
 
     def back(self, ranges: Sequence[tuple[int, int]], progress: Progress) -> None:
@@ -190,7 +212,7 @@ class HostDriver(MemoryDriver):
             _make_empty(address, nbytes)
         except OSError as error:
             raise DriverError(f"cannot change a mapping: {error}") from error
-        self._books.mapped.remove(address)
+        self._books.note_unmapped(address)
 
     def query_chunks(self, address: int, nbytes: int) -> tuple[MappedChunk, ...]:
         self._check_process()
@@ -211,7 +233,7 @@ class HostDriver(MemoryDriver):
 
     def zero(self, address: int, nbytes: int) -> None:
         self._check_process()
-        self._books.check_mapped(address, nbytes)
+        self._books.check_writable(address, nbytes)
         ctypes.memset(address, 0, nbytes)
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
@@ -241,10 +263,10 @@ class HostDriver(MemoryDriver):
 
     # -- helpers
 
-    def _populate(self, address: int, nbytes: int) -> None:
+    def _populate(self, address: int, nbytes: int, advice: int) -> None:
         while self._populates:
             try:
-                _libc.madvise(address, nbytes, _libc.MADV_POPULATE_WRITE)
+                _libc.madvise(address, nbytes, advice)
             except OSError as error:
                 if error.errno == errno.EINVAL:
                     logger.info("this kernel has no MADV_POPULATE_WRITE; first touches will fill page tables")

@@ -75,6 +75,12 @@ class ForwardingDriver(MemoryDriver):
     def export_fd(self, chunk: PhysicalChunk) -> int:
         return self._forward("export_fd", self.inner.export_fd, chunk)
 
+    def import_fd(self, fd: int, nbytes: int) -> PhysicalChunk:
+        return self._forward("import_fd", self.inner.import_fd, fd, nbytes)
+
+    def map_read_only(self, address: int, chunk: PhysicalChunk) -> None:
+        self._forward("map_read_only", self.inner.map_read_only, address, chunk)
+
     def tensor(self, address: int, nbytes: int, keepalive: object) -> torch.Tensor:
         return self._forward("tensor", self.inner.tensor, address, nbytes, keepalive)
 
@@ -105,6 +111,7 @@ class LimitedDriver(ForwardingDriver):
             raise ConfigError(f"a limit of {limit} bytes is negative; give the bytes that chunks may take")
         self.limit = limit
         self.used = 0
+        self._imported: list[PhysicalChunk] = []
 
     def create(self, nbytes: int) -> PhysicalChunk:
         left = self.limit - self.used
@@ -116,9 +123,17 @@ class LimitedDriver(ForwardingDriver):
         self.used += nbytes
         return chunk
 
+    def import_fd(self, fd: int, nbytes: int) -> PhysicalChunk:
+        """A peer's chunk, which counts for the peer alone."""
+        self._imported.append(super().import_fd(fd, nbytes))
+        return self._imported[-1]
+
     def release(self, chunk: PhysicalChunk) -> None:
         super().release(chunk)
-        self.used -= chunk.nbytes
+        others = [other for other in self._imported if other is not chunk]
+        if len(others) == len(self._imported):
+            self.used -= chunk.nbytes
+        self._imported = others
 
     def memory_info(self) -> MemoryInfo:
         info = super().memory_info()

@@ -38,12 +38,16 @@ class Bench:
         require(chunk.nbytes == granules * self.granule, "a chunk has the size that was asked for")
         return chunk
 
+    def adopt(self, chunk: PhysicalChunk) -> None:
+        """Give back a chunk too that came from elsewhere."""
+        self._chunks.append(chunk)
+
     def release(self, chunk: PhysicalChunk) -> None:
         self.driver.release(chunk)
         self._chunks = [other for other in self._chunks if other is not chunk]
 
-    def map(self, address: int, chunk: PhysicalChunk) -> None:
-        self.driver.map(address, chunk)
+    def map(self, address: int, chunk: PhysicalChunk, *, read_only: bool = False) -> None:
+        (self.driver.map_read_only if read_only else self.driver.map)(address, chunk)
         self._mapped[address] = chunk.nbytes
 
     def unmap(self, address: int) -> None:

@@ -326,6 +326,39 @@ def exports_descriptors_that_the_caller_owns(bench: Bench) -> None:
 
 
 @_check
+def imports_what_was_exported(bench: Bench) -> None:
+    address, elsewhere = bench.reserve(1), bench.reserve(1)
+    chunk = bench.backed(address, 1, fill=5)
+    try:
+        fd = bench.driver.export_fd(chunk)
+    except DriverError:
+        return  # chunks of this driver cannot be exported, which the contract allows
+    try:
+        imported = bench.driver.import_fd(fd, bench.granule)
+    except DriverError:
+        return  # nor need a driver be able to import
+    finally:
+        os.close(fd)
+    bench.adopt(imported)
+    require(imported is not chunk and imported.nbytes == bench.granule, "an imported chunk is one of its own")
+    bench.map(elsewhere, imported)
+    bench.require_filled(elsewhere, 1, 5)
+    bench.view(elsewhere, 1).fill_(6)
+    bench.require_filled(address, 1, 6)
+    bench.unmap(elsewhere)
+    bench.map(elsewhere, imported, read_only=True)
+    bench.require_filled(elsewhere, 1, 6)
+    with refused("zero of a mapping for reading only", DriverError):
+        bench.driver.zero(elsewhere, bench.granule)
+    with refused("a copy into a mapping for reading only", DriverError):
+        bench.driver.copy(elsewhere, address, 1)
+    bench.unmap(address)
+    bench.release(chunk)
+    with allowed("an importer reads on when the owner has released"):
+        bench.require_filled(elsewhere, 1, 6)
+
+
+@_check
 def closes_twice_and_gives_back_afterwards(bench: Bench) -> None:
     address = bench.reserve(2)
     chunk = bench.backed(address, 1)

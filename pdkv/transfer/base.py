@@ -228,11 +228,17 @@ class TransportBase(Transport, Generic[L]):
             raise TransportError(f"the {self.name} transport cannot {'read' if reads else 'write'}; use another one.")
         connection = self._connections.get(peer)
         source, destination = (connection.geometry, ours) if reads else (ours, connection.geometry)
-        require_pairs(pairs, source, destination)
+        self._check_pairs(connection, pairs, source, destination)
         transfer = self._do_post(connection, pairs, reads=reads)
         self.counts["reads" if reads else "writes"] += 1
         self._running.add(transfer)
         return transfer
+
+    def _check_pairs(
+        self, connection: Connection[L], pairs: Sequence[BlockPair], source: CacheGeometry, destination: CacheGeometry
+    ) -> None:
+        """Raise ProtocolError where pairs cannot be posted; a transport that counts otherwise overrides this."""
+        require_pairs(pairs, source, destination)
 
     def _require_registered(self) -> tuple[EngineRef, CacheGeometry]:
         if self.engine is None or self.geometry is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -369,6 +370,20 @@ class NeverSeesAPin(Wrong):
 class AlwaysSeesAPin(Wrong):
     def is_pinned(self, chunk: PhysicalChunk) -> bool | None:
         return True
+
+
+@caught_by("imports_what_was_exported")
+class ImportsACopy(Wrong):
+    def import_fd(self, fd: int, nbytes: int) -> PhysicalChunk:
+        chunk = self.create(nbytes)
+        os.pwrite(chunk.handle, os.pread(fd, nbytes, 0), 0)
+        return chunk
+
+
+@caught_by("imports_what_was_exported")
+class MapsForWritingWhatIsToBeRead(Wrong):
+    def map_read_only(self, address: int, chunk: PhysicalChunk) -> None:
+        self.map(address, chunk)
 
 
 @caught_by("closes_twice_and_gives_back_afterwards")

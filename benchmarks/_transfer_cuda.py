@@ -1,0 +1,212 @@
+"""The rows of one GPU: ipc beside a plain copy of the device, with sums, with conversions, beside decoding."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from _transfer_cache import PAGE_NBYTES_OF_TOKEN, build, require_moved
+from _transfer_rows import Row, bandwidth_share, interleaved, reference, time_ratio, within
+
+from pdkv.kvcache import GrowableKVCache
+from pdkv.testing.child import Child
+from pdkv.transfer.messages import EngineRef
+from pdkv_connectors.ipc import BlockColumns, IpcTransport
+from pdkv_connectors.ipc.transport import THROTTLED_PROGRAMS
+
+LAYERS = 32
+TOKENS = 16
+BLOCK_NBYTES = LAYERS * TOKENS * PAGE_NBYTES_OF_TOKEN  # 1 MiB: 32 KiB in each layer
+TIMEOUT_S = 20.0
+SWEEP = (16, 24, 32, 48, 64)
+STEPS = 300
+
+
+class Reader:
+    """D: a transport over a cache of its own or shared, connected to the owner."""
+
+    def __init__(self, cache: GrowableKVCache, owner: dict[str, Any], **options: Any) -> None:
+        self.transport = IpcTransport(**options)
+        self.transport.register(cache, EngineRef("reader", 1))
+        self.peer = EngineRef("owner", owner["generation"])
+        self.transport.connect(self.peer, bytes.fromhex(owner["metadata"]), timeout_s=TIMEOUT_S)
+
+    def read(self, pairs: BlockColumns) -> None:
+        transfer = self.transport.read(self.peer, pairs)
+        if transfer.wait(TIMEOUT_S) != "done":
+            raise SystemExit(f"transfer: {transfer.reason}")
+
+
+def scattered(units: int, count: int, seed: int) -> np.ndarray[Any, Any]:
+    """`count` of `units` ids at random."""
+    return np.random.default_rng(seed).permutation(units)[:count].astype(np.int32)
+
+
+def cuda_rows(owner: Child, quick: bool, say: Callable[[str], None]) -> list[Row]:
+    """All rows; raises SystemExit where a byte is wrong."""
+    blocks, repeats = (512, 5) if quick else (4096, 20)
+    largest = min(2048, blocks // 2)
+    there = owner.ask("build", layers=LAYERS, blocks=blocks)
+    with ExitStack() as stack:
+        cache = build("cuda", layers=LAYERS, blocks=blocks)
+        stack.callback(cache.close)
+        plain, checked = Reader(cache, there, verify=False), Reader(cache, there)
+        for reader in (checked, plain):
+            stack.callback(reader.transport.close)
+        rows = _copies(cache, plain, checked, largest, repeats)
+        say("copies done")
+        if not quick:  # a small transfer ends within a step
+            rows += _beside_decoding(cache, there, largest)
+            say("decoding done")
+        rows += _conversions(stack, plain, there, blocks, largest, repeats)
+    return rows
+
+
+def _copies(cache: GrowableKVCache, plain: Reader, checked: Reader, largest: int, repeats: int) -> list[Row]:
+    rows = []
+    nbytes = largest * BLOCK_NBYTES
+    from_, to = (torch.empty(nbytes, dtype=torch.int8, device="cuda") for _ in range(2))
+
+    def device_copy() -> None:
+        to.copy_(from_)
+        torch.cuda.synchronize()
+
+    pairs = {count: BlockColumns(*(scattered(cache.num_committed_blocks, count, seed) for seed in (1, 2)))
+             for count in (largest, 128, 64, 8, 1)}  # fmt: skip
+    times = interleaved(
+        {
+            "copy": device_copy,
+            "plain": lambda: plain.read(pairs[largest]),
+            "checked": lambda: checked.read(pairs[largest]),
+        },
+        repeats,
+    )
+    require_moved(cache, pairs[largest].source.tolist(), pairs[largest].destination.tolist())
+    rows.append(reference("plain device copy", times["copy"], nbytes))
+    unchecked = bandwidth_share("ipc, scattered 32 KiB blocks", times["plain"], rows[0], 0.85, nbytes)
+    rows.append(unchecked)
+    rows.append(bandwidth_share("ipc, the same, sums verified", times["checked"], rows[0], 0.85, nbytes))
+    rows.append(time_ratio("sums verified, against without", times["checked"], unchecked, 1.05, nbytes))
+    for count, limit_s in ((128, 150e-6), (64, None), (8, None), (1, 30e-6)):
+        small = interleaved(
+            {"plain": lambda n=count: plain.read(pairs[n]), "checked": lambda n=count: checked.read(pairs[n])},  # type: ignore[misc]
+            20 * repeats, 20,
+        )  # fmt: skip
+        require_moved(cache, pairs[count].source.tolist(), pairs[count].destination.tolist())
+        for way, name in (("plain", ""), ("checked", ", sums verified")):
+            title, size = f"ipc, {count} block(s) x {LAYERS} layers, wall{name}", count * BLOCK_NBYTES
+            timed = small[way]
+            rows.append(within(title, timed, limit_s, size) if limit_s else reference(title, timed, size))
+    return rows
+
+
+def _conversions(
+    stack: ExitStack, plain: Reader, there: dict[str, Any], blocks: int, largest: int, repeats: int
+) -> list[Row]:
+    other = build("cuda", layers=LAYERS, blocks=blocks // 4, tokens=4 * TOKENS, layout="LBNHC")
+    stack.callback(other.close)
+    readers = {"convert": Reader(other, there, verify=False), "checked": Reader(other, there)}
+    for reader in readers.values():
+        stack.callback(reader.transport.close)
+    units = blocks // 4 * 4
+    pairs = BlockColumns(scattered(blocks, largest, 3), scattered(units, largest, 4))
+    nbytes = largest * BLOCK_NBYTES
+    times = interleaved(
+        {
+            "plain": lambda: plain.read(pairs),
+            "convert": lambda: readers["convert"].read(pairs),
+            "checked": lambda: readers["checked"].read(pairs),
+        },
+        repeats,
+    )
+    require_moved(other, pairs.source.tolist(), pairs.destination.tolist())
+    base = reference("ipc, as it is (for conversions)", times["plain"], nbytes)
+    return [
+        base,
+        time_ratio("16 -> 64 tokens, HNC -> NHC", times["convert"], base, 1.1, nbytes),
+        time_ratio("16 -> 64 tokens, HNC -> NHC, sums verified", times["checked"], base, None, nbytes),
+    ]
+
+
+class Decoding:
+    """Decode steps of a model whose weights are read from memory at each: a CUDA graph of narrow products."""
+
+    def __init__(self) -> None:
+        weights = [torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(16)]  # 2 GiB
+        state = torch.randn(32, 8192, device="cuda", dtype=torch.bfloat16) * 1e-2
+
+        def step() -> torch.Tensor:
+            result = state
+            for weight in weights:
+                result = torch.nn.functional.normalize(result @ weight, dim=1)
+            return result
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.result = step()
+        self._weights = weights
+
+    def step(self) -> None:
+        """One step, waited for."""
+        self.graph.replay()
+        torch.cuda.current_stream().synchronize()
+
+
+def _beside_decoding(cache: GrowableKVCache, there: dict[str, Any], largest: int) -> list[Row]:
+    decoding = Decoding()
+    pairs = BlockColumns(*(scattered(cache.num_committed_blocks, largest, seed) for seed in (5, 6)))
+    nbytes = largest * BLOCK_NBYTES
+    rows = []
+    for programs in SWEEP:
+        reader = Reader(cache, there, is_decoding=lambda: True, programs=programs)
+        try:
+            alone = interleaved({"step": decoding.step}, STEPS // 3, 10)["step"]
+            busy, seconds = _steps_with_transfers(decoding, reader, pairs)
+        finally:
+            reader.transport.close()
+        base = reference(f"decode step alone ({programs})", alone)
+        target = programs == THROTTLED_PROGRAMS
+        title = f"decode step beside a transfer of {programs} programs"
+        rows += [base, time_ratio(title, busy, base, 1.15 if target else None)]
+        speed = reference(f"that transfer of {programs} programs", seconds, nbytes)
+        if target:
+            # 400 GB/s is what the transfer must reach.
+            speed = within(speed.name, seconds, nbytes / 400e9, nbytes)
+        rows.append(speed)
+    return rows
+
+
+def _steps_with_transfers(decoding: Decoding, reader: Reader, pairs: BlockColumns) -> tuple[list[float], list[float]]:
+    """Times of steps during all of which a transfer ran, and of the transfers."""
+    times, seconds = [], []
+    transfer, posted = reader.transport.read(reader.peer, pairs), time.perf_counter()
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        decoding.step()
+        ended = time.perf_counter()
+        if transfer.poll() == "running":
+            times.append(ended - began)
+            continue
+        if transfer.poll() != "done":
+            raise SystemExit(f"transfer: {transfer.reason}")
+        transfer, posted = reader.transport.read(reader.peer, pairs), time.perf_counter()
+    transfer.wait(TIMEOUT_S)
+    # Between steps nobody looks whether the transfer has ended, so its own time is taken in another way.
+    for _ in range(5):
+        transfer, posted = reader.transport.read(reader.peer, pairs), time.perf_counter()
+        decoding.graph.replay()
+        while transfer.poll() == "running":
+            if torch.cuda.current_stream().query():
+                decoding.graph.replay()
+        seconds.append(time.perf_counter() - posted)
+        torch.cuda.synchronize()
+    return times, seconds

@@ -1,0 +1,54 @@
+"""Which of P's blocks are complete and summed, for D to see without asking: a word for each block, in shared memory."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.kvcache.config import round_up
+from pdkv.memory import HostDriver, ImportedMemory, Piece, Reservation
+from pdkv_connectors.ipc.columns import Ids
+from pdkv_connectors.ipc.host_mover import bytes_at
+from pdkv_connectors.ipc.owner import GrantedMemory
+
+_PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class Board:
+    """P's side: writes."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._driver = HostDriver(_PAGE_NBYTES)
+        self._reservation = Reservation(self._driver, round_up(num_blocks, _PAGE_NBYTES))
+        self._reservation.add([Piece(0, self._reservation.nbytes)])
+        self._marks: npt.NDArray[np.uint8] | None = np.frombuffer(
+            bytes_at(self._reservation.address, num_blocks), np.uint8
+        )
+
+    def set(self, blocks: Ids, ready: bool) -> None:
+        """Say whether blocks may be read as they are."""
+        if self._marks is not None:
+            self._marks[blocks] = ready
+
+    def export(self) -> GrantedMemory:
+        """For a peer to read."""
+        return GrantedMemory(self._reservation.nbytes, self._reservation.export_fds())
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        self._marks = None
+        self._reservation.close()
+        self._driver.close()
+
+
+class PeerBoard:
+    """D's side: looks. To be used as long as `memory` is open."""
+
+    def __init__(self, memory: ImportedMemory, num_blocks: int) -> None:
+        self._marks = np.frombuffer(bytes_at(memory.address, num_blocks), np.uint8)
+
+    def are_ready(self, blocks: Ids) -> bool:
+        """Whether P has said of all of them that they may be read as they are."""
+        return bool(self._marks[blocks].all())

@@ -1,0 +1,79 @@
+"""Copying and converting pages with torch's own operations: what the host does, and what the kernels must equal.
+
+Views are int8 ``[B, H, N, C]`` with C in bytes, one for each layer, over the whole of a side's committed blocks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdkv_connectors.ipc.hashing import WORD_NBYTES, page_offsets, word_keys
+from pdkv_connectors.ipc.plan import PagePlan, PageShape
+
+if TYPE_CHECKING:
+    import torch
+
+FP8_MAX = 448.0
+"""The largest finite e4m3 number. What is larger, infinities included, becomes this."""
+
+FP8_NAN = 0x7F
+
+
+def page_view(raw: torch.Tensor, shape: PageShape, num_blocks: int, offset: int = 0) -> torch.Tensor:
+    """int8 ``[B, H, N, C]`` over `raw` (int8, one axis), whose block 0 begins at byte `offset`."""
+    sizes = (num_blocks, shape.num_heads, shape.num_states, shape.content_bytes)
+    strides = (shape.block_stride, shape.head_stride, shape.state_stride, 1)
+    return raw.as_strided(sizes, strides, raw.storage_offset() + offset)
+
+
+def page_keys(shape: PageShape) -> torch.Tensor:
+    """int32 ``[H, N, C, 2]``: the keys of the words of a page, C in words."""
+    import torch
+
+    page = page_view(torch.empty(shape.nbytes, dtype=torch.int8), shape, 1).view(torch.int64)
+    return word_keys(shape.nbytes // WORD_NBYTES)[page_offsets(page)]
+
+
+def quantize(values: torch.Tensor, inverse_k: float, inverse_v: float) -> torch.Tensor:
+    """bf16 ``[..., C]``, K in the first half of C and V in the second, as e4m3 bytes: int8 ``[..., C]``.
+
+    Each value is multiplied by the inverse of its scale in float32 and rounded to the nearest, ties to even. What is
+    beyond 448 becomes 448 with its sign, and every NaN becomes 0x7f.
+    """
+    import torch
+
+    half = values.shape[-1] // 2
+    scaled = values.float()
+    scaled = torch.cat((scaled[..., :half] * inverse_k, scaled[..., half:] * inverse_v), dim=-1)
+    is_nan = scaled.isnan()
+    bytes_ = scaled.clamp(-FP8_MAX, FP8_MAX).masked_fill(is_nan, 0.0).to(torch.float8_e4m3fn).view(torch.int8)
+    return bytes_.masked_fill(is_nan, FP8_NAN)
+
+
+def copy_units(
+    plan: PagePlan,
+    units: torch.Tensor,
+    destination: torch.Tensor,
+    destination_units: torch.Tensor,
+    inverses: tuple[float, float] = (1.0, 1.0),
+) -> None:
+    """Write units of one layer, as :func:`unit_view` of the source gave them, to their places.
+
+    Args:
+        units: int8 ``[units, heads, unit, C]``.
+        destination: a view as above.
+        destination_units: int64 ``[units]``, ``block * units of a block + unit``.
+        inverses: 1 / scale of K and of V; used where the plan quantizes.
+    """
+    import torch
+
+    if plan.quantize:
+        units = quantize(units.contiguous().view(torch.bfloat16), *inverses)
+    unit_view(destination, plan.unit, plan.heads.destination, plan.heads.count)[
+        destination_units // plan.destination_units, :, destination_units % plan.destination_units
+    ] = units
+
+
+def unit_view(view: torch.Tensor, unit: int, first_head: int, heads: int) -> torch.Tensor:
+    """``[B, heads, units of a block, unit, C]`` over ``[B, H, N, C]``, the heads being a slice."""
+    return view.narrow(1, first_head, heads).unflatten(2, (-1, unit))

@@ -1,0 +1,89 @@
+"""The one thread of an ipc transport: it answers peers whatever the engine's own threads are doing."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+logger = logging.getLogger(__name__)
+
+_JOIN_TIMEOUT_S = 10.0
+
+
+class Loop:
+    """Calls back when sockets have something to read. All its methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._wakeup, self._alarm = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._alarm.setblocking(False)
+        self._tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._stopping = False
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._run_tasks)
+        self._thread = threading.Thread(target=self._run, name="pdkv-ipc", daemon=True)
+        self._thread.start()
+
+    def add(self, connection: socket.socket, on_readable: Callable[[], None]) -> None:
+        """Call `on_readable` in the loop's thread whenever there is something to read."""
+        self._soon(lambda: self._register(connection, on_readable))
+
+    def close(self, connection: socket.socket) -> None:
+        """Forget a socket and close it, from the loop's thread."""
+        self._soon(lambda: self._unregister(connection))
+
+    def stop(self) -> None:
+        """End the thread. Idempotent."""
+        if self._stopping:
+            return
+        self._stopping = True
+        self._soon(lambda: None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_TIMEOUT_S)
+
+    def _soon(self, task: Callable[[], None]) -> None:
+        self._tasks.put(task)
+        try:
+            self._alarm.send(b"!")
+        except BlockingIOError:
+            return  # so many alarms are unread that this one is not needed
+
+    def _run(self) -> None:
+        while not self._stopping:
+            for key, _ in self._selector.select():
+                try:
+                    key.data()
+                except Exception:
+                    logger.exception("The ipc thread failed at a peer's message; it goes on with others.")
+                    if key.fileobj is not self._wakeup:
+                        self._unregister(key.fileobj)  # type: ignore[arg-type]
+        self._run_tasks()
+        for key in list(self._selector.get_map().values()):
+            self._unregister(key.fileobj)  # type: ignore[arg-type]
+        self._selector.close()
+        self._alarm.close()
+
+    def _run_tasks(self) -> None:
+        with suppress(BlockingIOError):
+            self._wakeup.recv(4096)
+        while True:
+            try:
+                task = self._tasks.get_nowait()
+            except Empty:
+                return
+            task()
+
+    def _register(self, connection: socket.socket, on_readable: Callable[[], None]) -> None:
+        if connection.fileno() >= 0:
+            self._selector.register(connection, selectors.EVENT_READ, on_readable)
+
+    def _unregister(self, connection: socket.socket) -> None:
+        if connection.fileno() >= 0:
+            if connection.fileno() in self._selector.get_map():
+                self._selector.unregister(connection)
+            connection.close()

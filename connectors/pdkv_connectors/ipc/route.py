@@ -1,0 +1,207 @@
+"""A peer as a transport keeps it: the link to it, and the legs by which its pages become pages here."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from pdkv_connectors.ipc.board import PeerBoard
+from pdkv_connectors.ipc.columns import BlockColumns, Ids
+from pdkv_connectors.ipc.legs import Leg
+
+if TYPE_CHECKING:
+    from pdkv.kvcache import GrowableKVCache
+    from pdkv.memory import MemoryDriver
+    from pdkv.transfer.geometry import CacheGeometry
+    from pdkv_connectors.ipc.cuda_mover import CudaMover, CudaWork
+    from pdkv_connectors.ipc.link import Link
+
+CACHE, SUMS, BOARD = 0, 1, 2
+Legs = tuple[tuple[Leg, ...], ...]
+Scales = Sequence[tuple[float, float]] | None
+
+
+class Running(Protocol):
+    """A copy that was started."""
+
+    def advance(self) -> bool:
+        """Go on without waiting; whether it has ended. Needs the link's lock where `needs_memory`."""
+
+    @property
+    def problem(self) -> str:
+        """Which block's sum was wrong, once it has ended; empty where none was."""
+
+
+class Route(ABC):
+    """One peer in one generation.
+
+    Attributes:
+        legs: for each KV-cache group.
+        source_units, destination_units: how many ids there are on either side, for each group.
+        needs_memory: whether :meth:`Running.advance` touches the peer's memory itself.
+    """
+
+    needs_memory: bool
+
+    def __init__(self, link: Link, source: CacheGeometry, destination: CacheGeometry, legs: Legs) -> None:
+        self.link = link
+        self.legs = legs
+        self.source, self.destination = source, destination
+        self.source_units = [source.num_blocks * group[0].plan.source_units for group in legs]
+        self.destination_units = [destination.num_blocks * group[0].plan.destination_units for group in legs]
+        self._board = PeerBoard(link.memories[BOARD], source.num_blocks)
+
+    def missing(self, columns: Sequence[BlockColumns]) -> list[tuple[int, list[int]]]:
+        """Blocks of each group that P has not announced. With the link's lock held."""
+        found = []
+        for part in columns:
+            units = self.legs[part.group][0].plan.source_units
+            blocks = part.source if units == 1 else np.unique(part.source // units)
+            if not self._board.are_ready(blocks):
+                found.append((part.group, blocks.tolist()))
+        return found
+
+    def nbytes(self, columns: Sequence[BlockColumns]) -> int:
+        """Bytes that the columns stand for, as the source counts them."""
+        return sum(
+            len(part) * sum(leg.plan.unit_nbytes * len(leg.layers) for leg in self.legs[part.group]) for part in columns
+        )
+
+    @abstractmethod
+    def start(self, columns: Sequence[BlockColumns], programs: int | None) -> Running:
+        """Start to copy. With the link's lock held."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Wait until nothing reads the peer's memory any more. From any thread."""
+
+    def close(self) -> None:
+        """Let go of the peer."""
+        self.link.close()
+
+
+def inverses_of(leg: Leg, scales: Scales) -> list[tuple[float, float]]:
+    """1 / scale of K and of V for each layer of a leg."""
+    if scales is None:
+        return [(1.0, 1.0)] * len(leg.layers)
+    return [(1.0 / scales[layer][0], 1.0 / scales[layer][1]) for layer in leg.layers]
+
+
+class CudaRoute(Route):
+    """By kernels."""
+
+    needs_memory = False
+
+    def __init__(
+        self,
+        link: Link,
+        source: CacheGeometry,
+        destination: CacheGeometry,
+        legs: Legs,
+        scales: Scales,
+        verify: bool,
+        base: int,
+        mover: CudaMover,
+    ) -> None:
+        super().__init__(link, source, destination, legs)
+        self._mover = mover
+        sums = link.memories[SUMS].address if verify else None
+        cache = link.memories[CACHE].address
+        self._ready = [
+            [mover.copy_leg(leg, cache, base, sums, inverses_of(leg, scales)) for leg in group] for group in legs
+        ]
+
+    def start(self, columns: Sequence[BlockColumns], programs: int | None) -> Running:
+        jobs = [(self._ready[part.group], part.source, part.destination) for part in columns]
+        return _OnDevice(self._mover.start_copy(jobs, programs), columns, self)
+
+    def drain(self) -> None:
+        self._mover.drain()
+
+    def close(self) -> None:
+        super().close()
+        self._mover.free([leg for group in self._ready for leg in group])
+        self._ready = []
+
+
+class _OnDevice:
+    """A copy that a device does by itself."""
+
+    def __init__(self, work: CudaWork, columns: Sequence[BlockColumns], route: CudaRoute) -> None:
+        self._work = work
+        self._columns = columns
+        self._route = route
+
+    def advance(self) -> bool:
+        return self._work.is_done()
+
+    @property
+    def problem(self) -> str:
+        if self._work.fault is None:
+            return ""
+        number, place = self._work.fault
+        part = self._columns[number]
+        return f"block {int(part.source[place]) // self._route.legs[part.group][0].plan.source_units}"
+
+
+class HostRoute(Route):
+    """By slices and torch."""
+
+    needs_memory = True
+
+    def __init__(
+        self,
+        link: Link,
+        source: CacheGeometry,
+        destination: CacheGeometry,
+        legs: Legs,
+        scales: Scales,
+        verify: bool,
+        cache: GrowableKVCache,
+        driver: MemoryDriver,
+    ) -> None:
+        from pdkv.transfer.fit import first_difference
+        from pdkv_connectors.ipc.host_mover import HostLeg
+
+        super().__init__(link, source, destination, legs)
+        self._cache = cache
+        self._driver = driver
+        self._verify = verify
+        self._as_is = first_difference(source, destination) is None
+        counts = (source.num_blocks, destination.num_blocks)
+        self._ready = [[HostLeg(leg, counts, inverses_of(leg, scales)) for leg in group] for group in legs]
+
+    def start(self, columns: Sequence[BlockColumns], programs: int | None) -> Running:
+        from pdkv.transfer.runs import copies_for
+        from pdkv_connectors.ipc.host_mover import HostCopy, HostSide, RawTensor
+
+        def imported(number: int) -> RawTensor:
+            address = self.link.memories[number].address
+            return lambda offset, nbytes: self._driver.tensor(address + offset, nbytes, self.link)
+
+        memory, cache = self.link.memories[CACHE], self._cache
+        pairs = [pair for part in columns for pair in part]
+        copies = iter(copies_for(self.source, self.destination, pairs)) if self._as_is else None
+        jobs: list[tuple[HostLeg, Ids]] = [
+            (leg, np.stack((part.source, part.destination))) for part in columns for leg in self._ready[part.group]
+        ]
+        own = cache.raw_tensor()
+        return HostCopy(
+            HostSide(memory.address, memory.nbytes, imported(CACHE)),
+            HostSide(cache.address, cache.bytes_reserved, lambda offset, nbytes: own[offset : offset + nbytes]),
+            imported(SUMS) if self._verify else None,
+            copies,
+            jobs,
+        )
+
+    def drain(self) -> None:
+        """Steps hold the link's lock, and look first whether it is open."""
+        with self.link.lock:
+            return
+
+
+if TYPE_CHECKING:
+    from pdkv_connectors.ipc.host_mover import HostLeg

@@ -1,0 +1,117 @@
+"""P's table of sums: what its pages hash to, written when they are complete, read by whoever copies them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pdkv.errors import ProtocolError
+from pdkv.kvcache.config import round_up
+from pdkv.memory import Piece, Reservation
+from pdkv_connectors.ipc.columns import Ids
+from pdkv_connectors.ipc.hashing import WORD_NBYTES
+from pdkv_connectors.ipc.legs import LayerPlace, layer_places, sums_nbytes
+from pdkv_connectors.ipc.owner import GrantedMemory
+
+if TYPE_CHECKING:
+    import torch
+
+    from pdkv.kvcache import GrowableKVCache
+    from pdkv.transfer.geometry import CacheGeometry
+    from pdkv_connectors.ipc.cuda_mover import CudaMover, CudaWork, SumLeg
+    from pdkv_connectors.ipc.plan import PageShape
+
+_STEP_NBYTES = 8 << 20  # summed at once on the host, which takes three times as much for a moment
+
+
+class PageSums:
+    """Sums of the committed blocks of a cache, ``[layer][block][H][N / G]``, in memory of the same kind as the cache.
+
+    Args:
+        mover: on CUDA; used under this object's lock only.
+    """
+
+    def __init__(self, cache: GrowableKVCache, geometry: CacheGeometry, mover: CudaMover | None) -> None:
+        self._cache = cache
+        self._geometry = geometry
+        self._mover = mover
+        self._lock = threading.Lock()
+        self._reservation = Reservation(cache.driver, round_up(sums_nbytes(geometry), cache.driver.granule))
+        self._places = [[place for place in layer_places(geometry) if place.group == group] for group in self._groups]
+        self._legs: list[list[SumLeg]] = []
+        try:
+            self._reservation.add([Piece(0, self._reservation.nbytes)])
+            if mover is not None:
+                self._legs = [self._device_legs(mover, places) for places in self._places]
+        except BaseException:
+            self._reservation.close()
+            raise
+        self._keys: dict[PageShape, torch.Tensor] = {}
+
+    def export(self) -> GrantedMemory:
+        """For a peer to read."""
+        return GrantedMemory(self._reservation.nbytes, self._reservation.export_fds())
+
+    def start(self, group: int, blocks: Ids, after: int | None = None) -> CudaWork | None:
+        """Sum blocks of a group. On the host that is done when it returns.
+
+        Args:
+            after: on CUDA, an event that the device waits for first.
+
+        Raises:
+            ProtocolError: there is no such group or block.
+        """
+        if not 0 <= group < len(self._places):
+            raise ProtocolError(f"KV-cache group {group} was offered, but there are {len(self._places)}.")
+        if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < self._geometry.num_blocks:
+            raise ProtocolError(f"blocks were offered that are not among the {self._geometry.num_blocks} committed.")
+        with self._lock:
+            if self._mover is not None:
+                return self._mover.start_sums([(self._legs[group], blocks)], after)
+            for place in self._places[group]:
+                self._sum_on_host(place, blocks)
+            return None
+
+    def is_done(self, work: CudaWork | None) -> bool:
+        """Whether what :meth:`start` began has ended."""
+        if work is None:
+            return True
+        with self._lock:
+            return work.is_done()
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        if self._mover is not None:
+            self._mover.free([leg for legs in self._legs for leg in legs])
+        self._legs = []
+        self._reservation.close()
+
+    @property
+    def _groups(self) -> range:
+        return range(len(self._geometry.groups))
+
+    def _device_legs(self, mover: CudaMover, places: Sequence[LayerPlace]) -> list[SumLeg]:
+        shapes = dict.fromkeys(place.shape for place in places)
+        base, table = self._cache.address, self._reservation.address
+        return [mover.sum_leg([place for place in places if place.shape == shape], base, table) for shape in shapes]
+
+    def _sum_on_host(self, place: LayerPlace, blocks: Ids) -> None:
+        import torch
+
+        from pdkv_connectors.ipc.convert import page_keys, page_view
+        from pdkv_connectors.ipc.hashing import hash_granules
+
+        shape, num_blocks = place.shape, self._geometry.num_blocks
+        if shape not in self._keys:
+            self._keys[shape] = page_keys(shape)
+        raw = self._cache.raw_tensor()
+        pages = page_view(raw, shape, num_blocks, place.offset).view(torch.int64)
+        table = self._reservation.tensor(place.sum_offset, num_blocks * shape.sums * WORD_NBYTES).view(torch.int64)
+        table = table.view(num_blocks, shape.num_heads, shape.granules)
+        step = max(1, _STEP_NBYTES // shape.nbytes)
+        for first in range(0, len(blocks), step):
+            now = torch.from_numpy(blocks[first : first + step].astype(np.int64))
+            table[now] = hash_granules(pages[now], self._keys[shape])

@@ -1,0 +1,121 @@
+"""One transfer of the ipc transport: waits for P where it must, then copies, then tells what the sums said."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pdkv.errors import PdkvError
+from pdkv.transfer.base import PostedTransfer
+from pdkv.transfer.checks import Connection
+from pdkv.transfer.transport import TransferState
+from pdkv_connectors.ipc.columns import BlockColumns
+from pdkv_connectors.ipc.route import Route, Running
+
+if TYPE_CHECKING:
+    from pdkv_connectors.ipc.transport import IpcTransport
+
+SPIN_S = 2e-3
+"""So long :meth:`IpcTransfer.wait` looks without a pause: a sleep takes 60 µs at least, as a copy of 128 MiB does."""
+
+
+class IpcTransfer(PostedTransfer):
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        transport: IpcTransport,
+        connection: Connection[Route],
+        columns: Sequence[BlockColumns],
+        programs: int | None,
+    ) -> None:
+        self._route = connection.link
+        super().__init__(transport, connection, self._route.nbytes(columns))
+        self._columns = columns
+        self._programs = programs
+        self._tickets: list[int] = []
+        self._running: Running | None = None
+        self._canceled = False
+
+    def begin(self) -> None:
+        """Copy, or ask P for blocks that it has not announced.
+
+        Raises:
+            StaleGenerationError: the peer has gone.
+        """
+        link = self._route.link
+        with link.lock:
+            link.require_open()
+            missing = self._route.missing(self._columns)
+            if not missing:
+                self._running = self._route.start(self._columns, self._programs)
+                return
+        self._transport.counts["offers_asked"] += 1
+        for group, blocks in missing:
+            self._tickets += link.ask_for(group, blocks)
+
+    def wait(self, timeout_s: float) -> TransferState:
+        if not self._route.needs_memory:
+            end = time.perf_counter() + min(SPIN_S, timeout_s)
+            while self.poll() is TransferState.RUNNING and time.perf_counter() < end:
+                continue
+        return super().wait(timeout_s)
+
+    def cancel(self) -> None:
+        """Start nothing any more."""
+        self._canceled = True
+
+    def abandon(self) -> bool:
+        # On the host nothing moves but in poll(), and nothing at all while P is asked.
+        if self._running is None or self._route.needs_memory:
+            self._transport.counts["abandoned"] += 1
+            self.end(TransferState.FAILED, "it was abandoned")
+            return True
+        return super().abandon()
+
+    def _look(self) -> TransferState:
+        try:
+            return self._advance()
+        except PdkvError as error:
+            self.reason = str(error)
+            return TransferState.FAILED
+
+    def _advance(self) -> TransferState:
+        if self._canceled and (self._running is None or self._route.needs_memory):
+            self.reason = "it was canceled"
+            return TransferState.FAILED
+        if self._running is None and not self._start_when_answered():
+            return TransferState.FAILED if self.reason else TransferState.RUNNING
+        running = self._running
+        if running is None:
+            return TransferState.RUNNING
+        if not self._route.needs_memory:
+            done = running.advance()
+        else:
+            with self._route.link.lock:
+                self._route.link.require_open()
+                done = running.advance()
+        if not done:
+            return TransferState.RUNNING
+        if running.problem:
+            self._transport.counts["checksum_failures"] += 1
+            self.reason = f"the bytes of {running.problem} are not those that its owner summed"
+            return TransferState.FAILED
+        return TransferState.DONE
+
+    def _start_when_answered(self) -> bool:
+        """Start once P has answered every ticket; where it said no, :attr:`reason` is set."""
+        link = self._route.link
+        while self._tickets:
+            said = link.answer(self._tickets[-1])
+            if said is None:
+                return False
+            if said:
+                self.reason = f"the peer cannot offer these blocks: {said}"
+                return False
+            self._tickets.pop()
+        with link.lock:
+            link.require_open()
+            self._running = self._route.start(self._columns, self._programs)
+        return True

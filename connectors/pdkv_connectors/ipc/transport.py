@@ -1,0 +1,310 @@
+"""The ipc transport: engines of one machine that map each other's memory.
+
+P hands descriptors of its chunks to D over a Unix socket; D maps them, for reading only, into one range of its own, and
+copies all blocks and layers of a request at once: by one kernel launch on CUDA, by a loop over slices on the host. On
+the way block sizes, layouts, numbers of heads and bf16 are converted, and every page is checked against P's sums.
+
+D copies only what P has finished. P says so on a board in shared memory, after :meth:`IpcTransport.offer`; where a
+block is not on it, D asks, and P synchronises its device, sums the blocks and answers: slower, and always right.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from pdkv.errors import GeometryError, TransportError
+from pdkv.memory import MemoryDriver, open_driver
+from pdkv.transfer.base import PostedTransfer, TransportBase
+from pdkv.transfer.blocks import BlockPair
+from pdkv.transfer.checks import Connection, require_pairs
+from pdkv.transfer.geometry import CacheGeometry
+from pdkv.transfer.messages import EngineRef
+from pdkv_connectors.ipc import wire
+from pdkv_connectors.ipc.board import Board
+from pdkv_connectors.ipc.columns import BlockColumns, Ids, are_within, columns_of
+from pdkv_connectors.ipc.legs import legs_between, require_verifiable
+from pdkv_connectors.ipc.link import open_link
+from pdkv_connectors.ipc.loop import Loop
+from pdkv_connectors.ipc.owner import GrantedMemory, Owner
+from pdkv_connectors.ipc.plan import HeadSlice
+from pdkv_connectors.ipc.route import CudaRoute, HostRoute, Route
+from pdkv_connectors.ipc.sums import PageSums
+from pdkv_connectors.ipc.transfers import IpcTransfer
+
+if TYPE_CHECKING:
+    from pdkv.kvcache import GrowableKVCache
+    from pdkv_connectors.ipc.cuda_mover import CudaMover, CudaWork
+
+logger = logging.getLogger(__name__)
+
+THROTTLED_PROGRAMS = 32
+"""Programs of a copy that runs beside decoding. On an H200 (132 multiprocessors) so many slow a step by a tenth; a copy
+that takes the whole device stops decoding until it ends."""
+
+DROP_TIMEOUT_S = 5.0
+"""How long peers have to let go of memory that is taken back, unless told otherwise."""
+
+OFFER_TIMEOUT_S = 30.0
+"""How long summing may take."""
+
+_PAGE_NBYTES = 4096
+
+
+class IpcTransport(TransportBase[Route]):
+    """See the module's docstring. It reads only: whoever wants blocks fetches them.
+
+    Where the two sides have blocks of different sizes, a pair names *units* of the smaller size on the side of the
+    larger: unit ``block * n + i`` is the i-th of the n units of a block.
+
+    Args:
+        verify: check every page against the owner's sums before its transfer counts as done; and keep sums of the own
+            cache for others to check. A peer that keeps none is refused then.
+        is_decoding: whether decode steps run now, which a copy then leaves most of the device to.
+        programs: how many programs such a copy has.
+        heads: which heads are wanted of a peer, where it has another number of them.
+        fp8_scales: (scale of K, scale of V) of each layer of this cache. Where they are given, and this cache is fp8, a
+            peer's bf16 becomes fp8 on the way: ``value / scale``, saturated at 448, NaN as 0x7f.
+        drop_timeout_s: how long peers have to let go of memory that is taken back.
+    """
+
+    name = "ipc"
+    can_write = False
+    converts = True
+
+    def __init__(
+        self,
+        *,
+        verify: bool = True,
+        is_decoding: Callable[[], bool] = lambda: False,
+        programs: int = THROTTLED_PROGRAMS,
+        heads: Callable[[EngineRef], HeadSlice | None] = lambda peer: None,
+        fp8_scales: Sequence[tuple[float, float]] | None = None,
+        drop_timeout_s: float = DROP_TIMEOUT_S,
+    ) -> None:
+        super().__init__()
+        self.verify = verify
+        self._is_decoding = is_decoding
+        self._programs = programs
+        self._heads = heads
+        self._fp8_scales = fp8_scales
+        self._drop_timeout_s = drop_timeout_s
+        self._loop: Loop | None = None
+        self._owner: Owner | None = None
+        self._sums: PageSums | None = None
+        self._board: Board | None = None
+        self._movers: list[CudaMover] = []  # one for copies, one for sums, which another thread may ask for
+        self._pages: MemoryDriver | None = None
+        self._offers: list[tuple[CudaWork, Ids]] = []
+
+    # What P does beside the contract.
+
+    def offer(self, block_ids: Sequence[int] | Ids, *, group: int = 0, after: int | None = None) -> None:
+        """Say that blocks are complete, so that peers can read them without asking.
+
+        They are summed; on CUDA that happens behind the event `after` (an address, as ``torch.cuda.Event.cuda_event``),
+        and the blocks are announced by a later :meth:`progress`. Offer blocks again when they have been written again.
+
+        Raises:
+            StateError: no cache is registered.
+            ProtocolError: there is no such block.
+        """
+        self._require_registered()
+        blocks = np.asarray(block_ids, np.int32)
+        self.withdraw(blocks)
+        work = self._sums.start(group, blocks, after) if self._sums is not None else self._event_after(after)
+        if work is None:
+            self._announce(blocks)
+        else:
+            self._offers.append((work, blocks))
+
+    def withdraw(self, block_ids: Sequence[int] | Ids) -> None:
+        """Say that blocks are about to be written. Who asks for them all the same gets what they hold then."""
+        blocks = np.asarray(block_ids, np.int32)
+        self._offers = [(work, offered) for work, offered in self._offers if not np.isin(offered, blocks).any()]
+        if self._board is not None:
+            self._board.set(blocks, False)
+
+    @property
+    def num_offers_pending(self) -> int:
+        """Offers whose blocks have not been announced yet."""
+        return len(self._offers)
+
+    def progress(self) -> None:
+        """Announce what was offered and has been summed by now."""
+        waiting = []
+        for work, blocks in self._offers:
+            if self._is_summed(work):
+                self._announce(blocks)
+            else:
+                waiting.append((work, blocks))
+        self._offers = waiting
+
+    # The contract.
+
+    def describe_state(self) -> dict[str, Any]:
+        found = {"verify": self.verify, "holders": self._owner.num_peers if self._owner is not None else 0}
+        return {**super().describe_state(), **found, "below": "triton" if self._movers else "memoryview"}
+
+    def close(self, *, timeout_s: float = 5.0) -> None:
+        super().close(timeout_s=timeout_s)
+        if self._loop is not None:
+            self._loop.stop()
+        for mover in self._movers:
+            mover.close()
+        self._movers = []
+        if self._pages is not None:
+            self._pages.close()
+
+    def _do_register(self, cache: GrowableKVCache, geometry: CacheGeometry, engine: EngineRef) -> None:
+        if cache.driver.name == "cuda" and not self._movers:
+            from pdkv_connectors.ipc.cuda_mover import CudaMover
+
+            self._movers = [CudaMover(cache.driver.device_id) for _ in range(2)]
+        self._loop = self._loop or Loop()
+        self._pages = self._pages or open_driver("host", granule=_PAGE_NBYTES)
+        memories: dict[int, GrantedMemory] = {}
+        try:
+            self._board = Board(geometry.num_blocks)
+            memories[0] = GrantedMemory(cache.bytes_reserved, cache.export_fds())
+            if self.verify:
+                self._sums = PageSums(cache, geometry, self._movers[1] if self._movers else None)
+                memories[1] = self._sums.export()
+            memories[2] = self._board.export()
+        except BaseException:
+            for memory in memories.values():
+                memory.close()
+            self._close_tables()
+            raise
+        self._owner = Owner(self._loop, engine, memories, self._make_ready)
+
+    def _do_unregister(self) -> None:
+        if self._owner is not None:
+            holding = self._owner.drop_all(self._drop_timeout_s)
+            if holding:
+                self.counts["drops_unacknowledged"] += len(holding)
+                logger.warning("%s still hold this engine's memory, which is free once they let go or end.", holding)
+        self._owner = None
+        self._offers = []
+        self._close_tables()
+
+    def _do_describe(self) -> bytes:
+        if self._owner is None:
+            raise TransportError("the ipc transport does not listen; register() first.")
+        return wire.write_address(self._owner.address)
+
+    def _do_connect(self, peer: EngineRef, geometry: CacheGeometry, own: bytes, timeout_s: float) -> Route:
+        me, ours = self._require_registered()
+        cache = self.cache
+        if cache is None or self._loop is None or self._pages is None:
+            raise TransportError("the ipc transport has no cache; register() first.")
+        if geometry.driver != ours.driver or ours.driver not in ("host", "cuda"):
+            raise GeometryError(
+                f"the peer's cache is {geometry.driver} memory and this one {ours.driver}; ipc needs both alike."
+            )
+        address = wire.read_address(own)
+        if self.verify and not address.verifies:
+            raise TransportError("the peer keeps no sums, which this side is to verify; set `verify` alike on both.")
+        scales = self._fp8_scales
+        legs = legs_between(geometry, ours, self._heads(peer), quantize=self._quantizes(geometry, ours))
+        if self.verify:
+            require_verifiable(legs)
+        driver = self._pages if ours.driver == "host" else cache.driver
+        link = open_link(address, peer, me, {0: driver, 1: driver, 2: self._pages}, timeout_s)
+        try:
+            route = (
+                CudaRoute(link, geometry, ours, legs, scales, self.verify, cache.address, self._movers[0])
+                if self._movers
+                else HostRoute(link, geometry, ours, legs, scales, self.verify, cache, driver)
+            )
+        except BaseException:
+            link.close()
+            raise
+        link.serve(self._loop, route.drain)
+        return route
+
+    def _do_disconnect(self, connection: Connection[Route]) -> None:
+        connection.link.close()
+
+    def _do_stop(self, timeout_s: float) -> None:
+        for transfer in list(self._running):
+            if isinstance(transfer, IpcTransfer):
+                transfer.cancel()
+        for mover in self._movers:
+            mover.drain()
+        self._poll_running()
+
+    def _check_pairs(
+        self,
+        connection: Connection[Route],
+        pairs: Sequence[BlockPair],
+        source: CacheGeometry,
+        destination: CacheGeometry,
+    ) -> None:
+        route = connection.link
+        try:
+            columns = columns_of(pairs)
+        except OverflowError:
+            columns = []
+        if are_within(columns, len(route.legs), route.source_units, route.destination_units):
+            return
+        for part in columns or [pairs]:
+            group = part.group if isinstance(part, BlockColumns) and part.group < len(route.legs) else 0
+            require_pairs(
+                list(part),
+                replace(source, num_blocks=route.source_units[group]),
+                replace(destination, num_blocks=route.destination_units[group]),
+            )
+        require_pairs(pairs, source, destination)
+
+    def _do_post(self, connection: Connection[Route], pairs: Sequence[BlockPair], *, reads: bool) -> PostedTransfer:
+        connection.link.link.require_open()
+        programs = self._programs if self._movers and self._is_decoding() else None
+        transfer = IpcTransfer(self, connection, columns_of(pairs), programs)
+        transfer.begin()
+        return transfer
+
+    # Parts.
+
+    def _quantizes(self, theirs: CacheGeometry, ours: CacheGeometry) -> bool:
+        """Whether bf16 there and fp8 here is meant to be."""
+        if self._fp8_scales is None:
+            return False
+        if len(self._fp8_scales) != ours.num_layers:
+            raise GeometryError(f"{len(self._fp8_scales)} pairs of fp8 scales were given for {ours.num_layers} layers.")
+        return ours.layers[0].dtype == "float8_e4m3fn" != theirs.layers[0].dtype
+
+    def _make_ready(self, group: int, blocks: Sequence[int]) -> None:
+        """In the loop's thread: let all work of the device end, then sum the blocks."""
+        if self._movers:
+            self._movers[1].synchronize_device()
+        if self._sums is None:
+            return
+        work = self._sums.start(group, np.asarray(blocks, np.int32))
+        deadline = time.monotonic() + OFFER_TIMEOUT_S
+        while not self._sums.is_done(work):
+            if time.monotonic() > deadline:
+                raise TransportError(f"{len(blocks)} blocks were not summed within {OFFER_TIMEOUT_S:g} s.")
+
+    def _event_after(self, after: int | None) -> CudaWork | None:
+        """Without sums: nothing to do but to wait for the event."""
+        return self._movers[1].start_sums([], after) if after is not None and self._movers else None
+
+    def _is_summed(self, work: CudaWork) -> bool:
+        return self._sums.is_done(work) if self._sums is not None else work.is_done()
+
+    def _announce(self, blocks: Ids) -> None:
+        if self._board is not None:
+            self._board.set(blocks, True)
+
+    def _close_tables(self) -> None:
+        if self._sums is not None:
+            self._sums.close()
+        if self._board is not None:
+            self._board.close()
+        self._sums = self._board = None

@@ -1,0 +1,85 @@
+"""A process with a cache and an ipc transport: P or D of the tests. Started, never imported.
+
+``python ipc_side_main.py REPLY_FD DRIVER [verify=0]``; commands are those of :class:`TransportSide` and these.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from pdkv.memory import open_driver
+from pdkv.testing.child import serve
+from pdkv.testing.transports.side import TransportSide
+from pdkv_connectors.ipc import IpcTransport
+
+
+class IpcSide(TransportSide):
+    """One side, on the host or on CUDA."""
+
+    def __init__(self, driver: str, verify: bool) -> None:
+        super().__init__(lambda: IpcTransport(verify=verify, drop_timeout_s=2.0), driver)
+        self._info = open_driver(driver)
+        self._events: list[Any] = []
+
+    @property
+    def ipc(self) -> IpcTransport:
+        assert isinstance(self.transport, IpcTransport)
+        return self.transport
+
+    def do_offer(self, blocks: list[int]) -> None:
+        """Offer blocks, on CUDA behind all that the current stream has yet to do."""
+        event = None
+        if self._driver.name == "cuda":
+            import torch
+
+            event = torch.cuda.Event()
+            event.record()
+            self._events.append(event)
+        self.ipc.offer(blocks, after=event.cuda_event if event is not None else None)
+
+    def do_offers_pending(self) -> int:
+        self.ipc.progress()
+        return self.ipc.num_offers_pending
+
+    def do_mark_slowly(self, block: int, value: int, cycles: int) -> None:
+        """CUDA: queue work of so many cycles, and behind it the filling of a block; wait for neither."""
+        import torch
+
+        torch.cuda._sleep(cycles)
+        for view in self._views():
+            view[block].view(torch.uint8).fill_(value)
+
+    def do_mark_quietly(self, layer: int, block: int, position: int) -> None:
+        """Change one byte of a block and tell nobody."""
+        import torch
+
+        self._views()[layer][block].view(-1).view(torch.uint8)[position] ^= 1
+
+    def do_swap_words(self, layer: int, block: int, first: int, second: int) -> None:
+        """Let two 64-bit words of a block change places."""
+        import torch
+
+        words = self._views()[layer][block].view(-1).view(torch.int64)
+        words[[first, second]] = words[[second, first]]
+
+    def do_copy_piece(self, layer: int, source: int, block: int, begin: int, nbytes: int) -> None:
+        """Put a piece of another block at its place in this one, as where a write was left out."""
+        import torch
+
+        view = self._views()[layer]
+        pieces = [view[index].view(-1).view(torch.uint8)[begin : begin + nbytes] for index in (source, block)]
+        pieces[1].copy_(pieces[0])
+
+    def do_release_report(self) -> list[int]:
+        report = self.cache.release_physical()
+        return [report.released, report.given_back, report.pinned]
+
+    def do_free(self) -> int:
+        """Free memory as the driver counts it."""
+        return self._info.memory_info().free
+
+
+if __name__ == "__main__":
+    side = IpcSide(sys.argv[2], "verify=0" not in sys.argv[3:])
+    serve(side, int(sys.argv[1]), side.idle)
