@@ -1,18 +1,25 @@
-"""KV connectors by name.
+"""KV connectors and transports by name.
 
 A connector is announced through the entry-point group ``pdkv.connectors``; each entry point loads one
 :class:`ConnectorEntry`. Looking a name up imports no engine and no transport: the entry names the engine-side class,
-and the engine imports it.
+and the engine imports it. A transport is announced through ``pdkv.transports``; each entry point is a class or function
+without arguments that returns a :class:`pdkv.transfer.transport.Transport`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
 
-from pdkv.errors import ConfigError, ConnectorError
+from pdkv.errors import ConfigError, ConnectorError, TransportError
+
+if TYPE_CHECKING:
+    from pdkv.transfer.transport import Transport
 
 GROUP = "pdkv.connectors"
+TRANSPORTS = "pdkv.transports"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +66,27 @@ def find(name: str) -> ConnectorEntry:
             f"correct it in the distribution that announces it ({points[name].value})."
         )
     return entry
+
+
+def find_transport(name: str) -> Callable[[], Transport]:
+    """What makes a transport of this name, or of the form ``module:function``.
+
+    Raises:
+        ConfigError: no installed distribution announces it.
+        TransportError: what it needs is not installed.
+    """
+    if ":" in name:
+        return _load_transport(EntryPoint(name, name, TRANSPORTS))
+    points = {point.name: point for point in entry_points(group=TRANSPORTS)}
+    if name not in points:
+        known = ", ".join(sorted(points)) or "none (is pdkv installed, not just on PYTHONPATH?)"
+        raise ConfigError(f"no transport is called {name!r}; installed are: {known}.")
+    return _load_transport(points[name])
+
+
+def _load_transport(point: EntryPoint) -> Callable[[], Transport]:
+    try:
+        make: Callable[[], Transport] = point.load()
+    except ImportError as error:
+        raise TransportError(f"the transport {point.name!r} needs something that is not installed: {error}.") from error
+    return make

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from pdkv.errors import PdkvError
 from pdkv.testing.faults.soak import Totals, soak
 
 
@@ -18,7 +19,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--schedules", type=int, default=None, help="how many schedules to run")
     parser.add_argument("--seed", type=int, default=0, help="which schedules; the same seed gives the same ones")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--processes", action="store_true", help="real processes in the place of the simulation")
+    parser.add_argument("--transport", default="nixl", help="theirs, by its name in pdkv.transports (default nixl)")
     options = parser.parse_args(arguments)
+    if options.processes:
+        return _processes(options)
     minutes = options.minutes
     if minutes is None:
         minutes = 1.0 if options.schedules is None else float("inf")
@@ -30,6 +35,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _print(totals, seconds)
     if options.json:
         print(json.dumps(totals.as_dict(seconds)))
+    return 0 if totals.is_good else 1
+
+
+def _processes(options: argparse.Namespace) -> int:
+    from pdkv.testing.faults.processes import run_processes
+
+    begin = time.monotonic()
+    try:
+        totals = run_processes(options.transport, seed=options.seed, seconds=60 * (options.minutes or 0.0))
+    except PdkvError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    found = totals.as_dict(time.monotonic() - begin)
+    print(json.dumps(found) if options.json else found)
     return 0 if totals.is_good else 1
 
 

@@ -1,24 +1,16 @@
 """``python -m pdkv.testing.transports.process FD FACTORY DRIVER``: a side of a transport in a process of its own.
 
-FACTORY is ``module:function`` and returns a new transport; replies go to the file descriptor FD.
+FACTORY is ``module:function`` or a name of the entry-point group ``pdkv.transports``; replies go to descriptor FD.
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
 
+from pdkv.registry import find_transport
 from pdkv.testing.child import serve
-from pdkv.testing.transports.side import TransportFactory, TransportSide
-
-
-def load(factory: str) -> TransportFactory:
-    """The function that ``module:function`` names."""
-    module, _, name = factory.partition(":")
-    found: TransportFactory = getattr(importlib.import_module(module), name)
-    return found
-
+from pdkv.testing.transports.side import TransportSide
 
 if __name__ == "__main__":
-    side = TransportSide(load(sys.argv[2]), sys.argv[3])
+    side = TransportSide(find_transport(sys.argv[2]), sys.argv[3])
     serve(side, int(sys.argv[1]), side.idle)

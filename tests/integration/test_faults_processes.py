@@ -1,0 +1,81 @@
+"""Engines as real processes over real NIXL, killed and stopped, with a side channel that loses, repeats and is cut.
+
+After each scenario no block is held, whoever is left serves the next request, and no token was wrong.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pdkv.testing.faults.__main__ import main
+from pdkv.testing.faults.processes import OVER_TCP, SCENARIOS, Deployment, run_scenario
+from pdkv.testing.faults.processes.toy import LAYERS, SPEC, ToyCache, page, true_token
+
+pytest.importorskip("nixl", reason="NIXL is not installed; make test installs it")
+
+pytestmark = pytest.mark.nixl
+
+
+@pytest.fixture(scope="module")
+def pull(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with Deployment(tmp_path_factory.mktemp("pull"), mode="pull", variables=OVER_TCP, seed=1) as deployment:
+        yield deployment
+
+
+@pytest.fixture(scope="module")
+def push(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with Deployment(tmp_path_factory.mktemp("push"), mode="push", variables=OVER_TCP, seed=2) as deployment:
+        yield deployment
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_survivors_of_a_pull_serve_the_next_peer_and_nothing_is_lost(pull: Deployment, name: str) -> None:
+    run_scenario(name, pull)
+    assert pull.totals.is_good
+
+
+# The others differ from pull by nothing that processes could show; the program runs all of them in both directions.
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if "transfer" in name or "side_channel_loses" in name])
+def test_survivors_of_a_push_serve_the_next_peer_and_nothing_is_lost(push: Deployment, name: str) -> None:
+    run_scenario(name, push)
+    assert push.totals.is_good
+
+
+def test_without_a_fault_the_default_transports_serve_too(tmp_path: Path) -> None:
+    with Deployment(tmp_path) as deployment:
+        run_scenario("all_is_well", deployment)
+        assert deployment.totals.is_good
+        assert deployment.totals.completed == 6
+
+
+def test_a_transport_that_leaves_out_a_block_gives_a_wrong_token(tmp_path: Path) -> None:
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    transport = "lossy_transport:LossyTransport"
+    with Deployment(tmp_path, transport=transport, variables={"PYTHONPATH": path}) as deployment:
+        deployment.ask()
+        deployment.finish("completed")
+        assert deployment.totals.wrong_tokens == 2
+
+
+def test_the_toy_model_looks_at_every_byte() -> None:
+    toy = ToyCache()
+    for index, block in enumerate((5, 9)):
+        toy.write("a prompt", index, block)
+    assert toy.token([5, 9], 0) == true_token("a prompt", 32, 0) != toy.token([9, 5], 0)
+    for layer, view in enumerate(toy.cache.views().values()):
+        for block in (5, 9):
+            view[block, 0, 0, 0] += 1
+            assert toy.token([5, 9], 0) != true_token("a prompt", 32, 0), (layer, block)
+            view[block, 0, 0, 0] -= 1
+    assert len({page("a prompt", index, layer) for index in range(3) for layer in range(LAYERS)}) == 3 * LAYERS
+    assert len(page("a prompt", 0, 0)) == SPEC.page_bytes
+    toy.cache.close()
+
+
+def test_the_program_says_which_transports_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--processes", "--transport", "carrier-pigeon"]) == 2
+    assert "no transport is called 'carrier-pigeon'; installed are: " in capsys.readouterr().err
