@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdkv_connectors.ipc.hashing import WORD_NBYTES, page_offsets, word_keys
+import numpy as np
+import numpy.typing as npt
+
+from pdkv_connectors.ipc.hashing import WORD_NBYTES, word_keys
 from pdkv_connectors.ipc.plan import PagePlan, PageShape
 
 if TYPE_CHECKING:
@@ -26,12 +29,13 @@ def page_view(raw: torch.Tensor, shape: PageShape, num_blocks: int, offset: int 
     return raw.as_strided(sizes, strides, raw.storage_offset() + offset)
 
 
-def page_keys(shape: PageShape) -> torch.Tensor:
-    """int32 ``[H, N, C, 2]``: the keys of the words of a page, C in words."""
-    import torch
-
-    page = page_view(torch.empty(shape.nbytes, dtype=torch.int8), shape, 1).view(torch.int64)
-    return word_keys(shape.nbytes // WORD_NBYTES)[page_offsets(page)]
+def page_keys(shape: PageShape) -> npt.NDArray[np.uint32]:
+    """uint32 ``[H, N, C, 2]``: the keys of the words of a page, C in words."""
+    sizes = (shape.num_heads, shape.num_states, shape.content_bytes // WORD_NBYTES)
+    strides = (shape.head_stride // WORD_NBYTES, shape.state_stride // WORD_NBYTES, 1)
+    places = sum(index * stride for index, stride in zip(np.indices(sizes), strides, strict=True))
+    keys: npt.NDArray[np.uint32] = word_keys(shape.nbytes // WORD_NBYTES)[places]
+    return keys
 
 
 def quantize(values: torch.Tensor, inverse_k: float, inverse_v: float) -> torch.Tensor:

@@ -13,10 +13,9 @@ order, can check what was taken.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import numpy as np
+import numpy.typing as npt
 
 WORD_NBYTES = 8
 """The hash, and the kernels that compute it, take memory in words of this size."""
@@ -28,6 +27,7 @@ of a kernel is so many words: the first term then stays in registers, and the se
 GRANULE_STATES = 16
 """States (tokens) in a granule, where a block has as many: vLLM's smallest block on GPUs."""
 
+_CACHED_NBYTES = 1 << 18  # hashed at once, so that what lies between two steps stays in a core's own cache
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 
@@ -44,59 +44,50 @@ def key_table(page_words: int) -> tuple[int, ...]:
     return tuple(_signed(_splitmix64(number)) for number in range(LANES + tiles))
 
 
-def word_keys(page_words: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """int32 ``[page_words, 2]``: the keys of both halves of every word of a page."""
-    import torch
+def word_keys(page_words: int) -> npt.NDArray[np.uint32]:
+    """uint32 ``[page_words, 2]``: the keys of both halves of every word of a page."""
+    table = np.array(key_table(page_words), np.int64).view(np.uint32).reshape(-1, 2)
+    word = np.arange(page_words)
+    keys: npt.NDArray[np.uint32] = table[word % LANES] + table[LANES + word // LANES]
+    return keys
 
-    table = torch.tensor(key_table(page_words), dtype=torch.int64, device=device).view(torch.int32).view(-1, 2)
-    word = torch.arange(page_words, device=device)
-    return table[word % LANES] + table[LANES + word // LANES]
 
-
-def hash_words(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def hash_words(words: npt.NDArray[np.int64], keys: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
     """NH over the last axis.
 
     Args:
-        words: int64 ``[..., words]``, contiguous.
-        keys: int32 ``[words, 2]``, of :func:`word_keys`, for the places that the words have in their page.
+        words: int64 ``[rows, .., words]``, contiguous.
+        keys: uint32 ``[.., words, 2]``, of :func:`word_keys`, for the places that the words have in their page; equal
+            for all rows, or ``[rows, .., words, 2]``.
 
     Returns:
-        int64 ``[...]``, modulo 2**64.
+        int64 ``[rows, ..]``, modulo 2**64.
     """
-    import torch
+    result = np.empty(words.shape[:-1], np.uint64)
+    halves, flat = words.view(np.uint32), keys.reshape(*keys.shape[:-2], -1)
+    step = max(1, _CACHED_NBYTES * len(words) // max(words.nbytes, 1))
+    for first in range(0, len(words), step):
+        part = slice(first, first + step)
+        # Both halves at once: 32-bit addition wraps, and so adds no carry from one half to the other.
+        mixed = halves[part] + (flat[part] if flat.ndim == words.ndim else flat)
+        np.einsum("...i,...i->...", mixed[..., 0::2], mixed[..., 1::2], dtype=np.uint64, out=result[part])
+    return result.view(np.int64)
 
-    # Both halves at once: int32 addition wraps, and so adds no carry from one half to the other.
-    mixed = (words.view(torch.int32).view(*words.shape, 2) + keys).view(torch.int64).squeeze(-1)
-    low = mixed & 0xFFFFFFFF
-    high = (mixed >> 32) & 0xFFFFFFFF
-    return (low * high).sum(dim=-1)
 
-
-def hash_granules(pages: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def hash_granules(pages: npt.NDArray[np.int64], keys: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
     """The hash of every granule of some pages.
 
     Args:
         pages: int64 ``[pages, H, N, C]``, C in words; any strides.
-        keys: int32 ``[H, N, C, 2]``: the keys of the places that the words have in memory, see `convert.page_keys`.
+        keys: uint32 ``[H, N, C, 2]``: the keys of the places that the words have in memory, see `convert.page_keys`.
 
     Returns:
         int64 ``[pages, H, N / G]``.
     """
     count, heads, states, words = pages.shape
     size = granule_states(states)
-    return hash_words(
-        pages.reshape(count, heads, states // size, size * words), keys.reshape(heads, states // size, size * words, 2)
-    )
-
-
-def page_offsets(pages: torch.Tensor) -> torch.Tensor:
-    """int64 ``[H, N, C]``: how many words behind the beginning of its page each word of `pages` [.., H, N, C] lies."""
-    import torch
-
-    offsets = torch.zeros((), dtype=torch.int64, device=pages.device)
-    for extent, stride in zip(pages.shape[1:], pages.stride()[1:], strict=True):
-        offsets = offsets.unsqueeze(-1) + torch.arange(extent, device=pages.device) * stride
-    return offsets
+    split = np.ascontiguousarray(pages).reshape(count, heads, states // size, size * words)
+    return hash_words(split, keys.reshape(heads, states // size, size * words, 2))
 
 
 def _splitmix64(number: int) -> int:

@@ -62,7 +62,7 @@ class HostLeg:
         self.leg = leg
         self._num_blocks = num_blocks
         self._inverses = inverses
-        self._keys: torch.Tensor | None = None
+        self._keys: npt.NDArray[np.uint32] | None = None
 
     def convert(
         self, layer: int, source: RawTensor, destination: RawTensor, sums: RawTensor | None, ids: Ids
@@ -107,22 +107,26 @@ class HostLeg:
         table = table.view(self._num_blocks[0], plan.source.num_heads, plan.source_units, -1)
         expected = table[source_units // plan.source_units, :, source_units % plan.source_units]
         expected = expected[:, heads.source : heads.source + heads.count]
-        words = units.contiguous().view(torch.int64).view(len(units), heads.count, plan.unit // size, -1)
-        keys = self._all_keys()[source_units % plan.source_units].view(*words.shape, 2)
-        wrong = (hash_words(words, keys) != expected).flatten(1).any(1)
-        return int(wrong.nonzero()[0]) if bool(wrong.any()) else None
+        words = units.contiguous().view(torch.int64).numpy().reshape(len(units), heads.count, plan.unit // size, -1)
+        keys = self._all_keys()
+        # Where each block is one unit, all units have the same keys.
+        keys = keys[0] if len(keys) == 1 else keys[source_units.numpy() % plan.source_units]
+        found = hash_words(words, keys.reshape(*keys.shape[:-3], heads.count, plan.unit // size, -1, 2))
+        wrong = np.flatnonzero((found != expected.numpy()).reshape(len(words), -1).any(1))
+        return int(wrong[0]) if len(wrong) else None
 
-    def _all_keys(self) -> torch.Tensor:
-        """int32 ``[units of a block, heads, unit * C, 2]``: the keys of the words of the slice."""
+    def _all_keys(self) -> npt.NDArray[np.uint32]:
+        """uint32 ``[units of a block, heads, unit * C, 2]``: the keys of the words of the slice."""
         if self._keys is None:
             self._keys = unit_keys(self.leg.plan)
         return self._keys
 
 
-def unit_keys(plan: PagePlan) -> torch.Tensor:
-    """int32 ``[units of a block of the source, heads, unit * C, 2]``: the keys of the words of the slice."""
+def unit_keys(plan: PagePlan) -> npt.NDArray[np.uint32]:
+    """uint32 ``[units of a block of the source, heads, unit * C, 2]``: the keys of the words of the slice."""
     wanted = page_keys(plan.source)[plan.heads.source : plan.heads.source + plan.heads.count]
-    return wanted.unflatten(1, (plan.source_units, plan.unit)).transpose(0, 1).flatten(2, 3).contiguous()
+    split = wanted.reshape(plan.heads.count, plan.source_units, -1, 2)
+    return np.ascontiguousarray(split.swapaxes(0, 1))
 
 
 class HostCopy:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from pdkv.errors import ProtocolError
 from pdkv.kvcache.config import round_up
@@ -17,8 +18,6 @@ from pdkv_connectors.ipc.legs import LayerPlace, layer_places, sums_nbytes
 from pdkv_connectors.ipc.owner import GrantedMemory
 
 if TYPE_CHECKING:
-    import torch
-
     from pdkv.kvcache import GrowableKVCache
     from pdkv.transfer.geometry import CacheGeometry
     from pdkv_connectors.ipc.cuda_mover import CudaMover, CudaWork, SumLeg
@@ -49,7 +48,7 @@ class PageSums:
         except BaseException:
             self._reservation.close()
             raise
-        self._keys: dict[PageShape, torch.Tensor] = {}
+        self._keys: dict[PageShape, npt.NDArray[np.uint32]] = {}
 
     def export(self) -> GrantedMemory:
         """For a peer to read."""
@@ -114,4 +113,4 @@ class PageSums:
         step = max(1, _STEP_NBYTES // shape.nbytes)
         for first in range(0, len(blocks), step):
             now = torch.from_numpy(blocks[first : first + step].astype(np.int64))
-            table[now] = hash_granules(pages[now], self._keys[shape])
+            table[now] = torch.from_numpy(hash_granules(pages[now].numpy(), self._keys[shape]))

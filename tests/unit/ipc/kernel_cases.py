@@ -117,6 +117,6 @@ def make_case(plan: PagePlan, units: int, device: str = "cpu", seed: int = 1, *,
         units = unit_view(pages, plan.unit, plan.heads.source, plan.heads.count)
         units = units[source_units // plan.source_units, :, source_units % plan.source_units]
         copy_units(plan, units, target, destination_units, (k, v))
-        sums.append(hash_granules(pages.view(torch.int64), page_keys(plan.source)))
+        sums.append(torch.from_numpy(hash_granules(pages.view(torch.int64).numpy(), page_keys(plan.source))))
     tensors: list[Any] = [source, destination, expected, source_units, destination_units, torch.stack(sums), inverses]
     return Case(plan, *(tensor.to(device) for tensor in tensors), *strides)

@@ -1,0 +1,139 @@
+"""Reads between caches of one process, on the host, that differ in block size, layout, heads or element type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from pdkv.errors import GeometryError, ProtocolError, TransportError
+from pdkv.kvcache import AttentionSpec, GrowableKVCache, KVCacheConfig, KVCacheLayout
+from pdkv.memory import HostDriver
+from pdkv.transfer.messages import EngineRef
+from pdkv_connectors.ipc import BlockColumns, HeadSlice, IpcTransport
+
+pytestmark = pytest.mark.cpu
+
+LAYERS, HEAD_SIZE = 2, 16
+P, D = EngineRef("P", 1), EngineRef("D", 1)
+
+
+class Bench:
+    """Builds caches and transports, and closes them."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self.driver = HostDriver(4096)
+        stack.callback(self.driver.close)
+
+    def cache(
+        self, *, heads: int = 4, tokens: int = 16, layout: str = "LBHNC", dtype: str = "bfloat16", blocks: int = 24
+    ) -> GrowableKVCache:
+        spec = AttentionSpec(heads, tokens, HEAD_SIZE, dtype)
+        config = KVCacheConfig.uniform([f"layer.{n}" for n in range(LAYERS)], spec, blocks, KVCacheLayout[layout])
+        cache = self._stack.enter_context(GrowableKVCache(config, self.driver))
+        cache.commit(blocks)
+        for view in cache.views().values():
+            view.copy_(torch.randn(view.shape).to(view.dtype))
+        return cache
+
+    def transport(self, cache: GrowableKVCache, engine: EngineRef, **options: Any) -> IpcTransport:
+        transport = IpcTransport(**options)
+        self._stack.callback(transport.close)
+        transport.register(cache, engine)
+        return transport
+
+    def read(
+        self, source: GrowableKVCache, destination: GrowableKVCache, pairs: list[tuple[int, int]], **options: Any
+    ) -> None:
+        owner, reader = self.transport(source, P), self.transport(destination, D, **options)
+        reader.connect(P, owner.describe(), timeout_s=20.0)
+        transfer = reader.read(P, BlockColumns(*zip(*pairs, strict=True)))
+        assert transfer.wait(20.0) == "done", transfer.reason
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    torch.manual_seed(1)
+    with ExitStack() as stack:
+        yield Bench(stack)
+
+
+def units(cache: GrowableKVCache, tokens: int) -> list[torch.Tensor]:
+    """``[units, H, tokens, C]`` of each layer."""
+    return [v.unflatten(2, (-1, tokens)).transpose(1, 2).flatten(0, 1) for v in cache.views().values()]
+
+
+@pytest.mark.parametrize("layouts", [("LBHNC", "LBNHC"), ("LBNHC", "BLHNC"), ("BLNHC", "LBHNC")])
+@pytest.mark.parametrize(("there", "here"), [(16, 64), (64, 16), (16, 16), (32, 16)])
+def test_block_sizes_and_layouts_are_converted(bench: Bench, there: int, here: int, layouts: tuple[str, str]) -> None:
+    source = bench.cache(tokens=there, layout=layouts[0])
+    destination = bench.cache(tokens=here, layout=layouts[1])
+    before = [layer.clone() for layer in units(destination, 16)]
+    pairs = [(5, 20), (0, 3), (21, 2), (22, 1), (7, 23)]
+    bench.read(source, destination, pairs)
+    for wanted, found, old in zip(units(source, 16), units(destination, 16), before, strict=True):
+        for from_, to in pairs:
+            old[to] = wanted[from_]
+        assert torch.equal(found, old)
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
+def test_a_slice_of_the_heads_is_taken_into_a_slice(bench: Bench, layout: str) -> None:
+    source, destination = bench.cache(heads=4, layout=layout), bench.cache(heads=8, layout="LBNHC")
+    before = [view.clone() for view in destination.views().values()]
+    bench.read(source, destination, [(3, 5), (4, 1)], heads=lambda peer: HeadSlice(2, source=1, destination=5))
+    for wanted, found, old in zip(source.views().values(), destination.views().values(), before, strict=True):
+        for from_, to in ((3, 5), (4, 1)):
+            old[to, 5:7] = wanted[from_, 1:3]
+        assert torch.equal(found, old)
+
+
+def test_bf16_becomes_fp8_with_its_scales_saturated_and_nan_kept(bench: Bench) -> None:
+    source, destination = bench.cache(), bench.cache(dtype="float8_e4m3fn", layout="LBNHC")
+    first = source.views()["layer.0"][2]
+    first[0, 0, :4] = torch.tensor([1e6, float("-inf"), float("nan"), -float("nan")], dtype=torch.bfloat16)
+    scales = [(0.5, 2.0), (1.0, 0.25)]
+    bench.read(source, destination, [(2, 7)], fp8_scales=scales)
+    for layer, (k, v) in enumerate(scales):
+        values = source.views()[f"layer.{layer}"][2].float()
+        scaled = torch.cat((values[..., :HEAD_SIZE] / k, values[..., HEAD_SIZE:] / v), -1)
+        found = destination.views()[f"layer.{layer}"][7]
+        assert torch.equal(found.float().isnan(), scaled.isnan())
+        wanted = scaled.nan_to_num(0.0, 448, -448).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        assert torch.equal(found.float().nan_to_num(0.0), wanted)
+    assert destination.views()["layer.0"][7].view(torch.uint8)[0, 0, :4].tolist() == [0x7E, 0xFE, 0x7F, 0x7F]
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"dtype": "float8_e4m3fn"}, "holds"),
+        ({"heads": 8}, "heads"),
+        ({"tokens": 24}, "one must divide the other"),
+        ({"tokens": 8}, "granule"),
+    ],
+)
+def test_what_is_not_asked_for_or_cannot_be_is_refused(bench: Bench, shape: dict[str, Any], message: str) -> None:
+    owner, reader = bench.transport(bench.cache(), P), bench.transport(bench.cache(**shape), D)
+    with pytest.raises(GeometryError, match=message):
+        reader.connect(P, owner.describe())
+
+
+def test_units_that_are_not_there_are_refused(bench: Bench) -> None:
+    owner, reader = bench.transport(bench.cache(), P), bench.transport(bench.cache(tokens=64, blocks=4), D)
+    reader.connect(P, owner.describe())
+    with pytest.raises(ProtocolError, match="block 16 was named as a destination"):
+        reader.read(P, BlockColumns([1], [16]))
+    with pytest.raises(ProtocolError, match="occur twice"):
+        reader.read(P, BlockColumns([1, 2], [15, 15]))
+
+
+def test_sums_are_asked_of_a_peer_that_keeps_some_only(bench: Bench) -> None:
+    cache = bench.cache()
+    without, reader = bench.transport(cache, P, verify=False), bench.transport(bench.cache(), D)
+    with pytest.raises(TransportError, match="keeps no sums"):
+        reader.connect(P, without.describe())
