@@ -80,9 +80,11 @@ STEPS = (
     tests("vllm-left-free", "test_vllm_pd.py", 180, "-k", "leaves_free"),
 )
 #: Run only where `--only` names them: together with the others they would take more than eight minutes, and the last
-#: one needs two cards.
+#: one needs two cards. NIXL's wheel moves this memory by software emulation.
 ON_REQUEST = (
     tests("vllm-sizing", "test_vllm_sizing.py", 420),
+    tests("nixl", "test_gpu_transport.py", 300),
+    Step("transfer-nixl", ("benchmarks/transfer.py", "--only", "nixl-cuda", "--quick"), 150),
     tests("vllm-tp2", "test_vllm_tp2.py", 300),
 )
 

@@ -1,6 +1,6 @@
 """How fast blocks move between two engines of one machine, each time beside its reference in the same run.
 
-    python benchmarks/transfer.py [--quick] [--json FILE] [--png FILE] [--only host,cuda]
+    python benchmarks/transfer.py [--quick] [--json FILE] [--png FILE] [--only host,nixl,cuda,nixl-cuda]
 
 P is a process of its own, D is this one; both have a cache of 32 layers with 32 KiB a block and layer, and blocks are
 paired at random. Times are medians, and wall times: they begin with the lists of block ids and end when the engine
@@ -13,6 +13,7 @@ import argparse
 import os
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from _report import add_report_options, draw_bars, headline, table, write_json
@@ -20,10 +21,11 @@ from _transfer_rows import HEADINGS, Row
 
 ROOT = Path(__file__).parents[1]
 OWNER = Path(__file__).parent / "_transfer_owner.py"
+NIXL_OWNER = Path(__file__).parent / "_transfer_nixl_owner.py"
 
 
 def measure(where: str, quick: bool) -> list[Row]:
-    """The rows of "host" or "cuda"."""
+    """The rows of "host" or "cuda" (ipc), "nixl" or "nixl-cuda" (NIXL over host or device memory)."""
     from pdkv.testing.child import Child
 
     paths = [str(ROOT), str(ROOT / "connectors"), os.environ.get("PYTHONPATH", "")]
@@ -33,6 +35,12 @@ def measure(where: str, quick: bool) -> list[Row]:
     def say(what: str) -> None:
         print(f"transfer: {where}: {what}", flush=True)
 
+    if where.startswith("nixl"):
+        from _transfer_nixl import nixl_rows
+
+        driver = "cuda" if where == "nixl-cuda" else "host"
+        with Child(NIXL_OWNER, log, driver, environment=environment) as owner:
+            return nixl_rows(owner, driver, quick, say)
     with Child(OWNER, log, where, environment=environment) as owner:
         if where == "host":
             from _transfer_host import host_rows
@@ -41,6 +49,12 @@ def measure(where: str, quick: bool) -> list[Row]:
         from _transfer_cuda import cuda_rows
 
         return cuda_rows(owner, quick, say)
+
+
+def default_places() -> list[str]:
+    """The host, NIXL where it is installed, and both on a GPU where there is one."""
+    nixl = ["nixl"] * (find_spec("nixl") is not None)
+    return ["host", *nixl] + (["cuda", *(f"{name}-cuda" for name in nixl)] if has_cuda() else [])
 
 
 def has_cuda() -> bool:
@@ -53,9 +67,9 @@ def has_cuda() -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_report_options(parser)
-    parser.add_argument("--only", help="host or cuda; by default the host, and cuda where there is a GPU")
+    parser.add_argument("--only", help="some of host, nixl, cuda, nixl-cuda; by default all that can run here")
     arguments = parser.parse_args()
-    places = arguments.only.split(",") if arguments.only else ["host"] + ["cuda"] * has_cuda()
+    places = arguments.only.split(",") if arguments.only else default_places()
     rows: list[Row] = []
     for place in places:
         rows += measure(place, arguments.quick)
