@@ -23,6 +23,7 @@ An option on the command line wins over the file, for both engines.
 from __future__ import annotations
 
 import argparse
+import json
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -128,6 +129,7 @@ def _add_server_options(g: argparse._ArgumentGroup) -> None:
 def _add_cache_options(g: argparse._ArgumentGroup) -> None:
     connectors = ", ".join(registry.names()) or "none installed"
     g.add_argument("--connector", help=f"KV connector (default nixl-pull); installed: {connectors}")
+    g.add_argument("--connector-config", type=_json_object, metavar="JSON", help="settings of the connector itself")
     g.add_argument("--device", help=f"one of {', '.join(DEVICES)} (default auto: cuda where there is a GPU)")
     g.add_argument("--kv-bytes", metavar="SIZE", help="budget of the final KV cache, e.g. 256MiB (default: measured)")
     g.add_argument(
@@ -146,6 +148,16 @@ def _add_cache_options(g: argparse._ArgumentGroup) -> None:
                    help="decode: blocks of their prompts (default: all)")  # fmt: skip
     g.add_argument("--dtype", help="as vLLM's, e.g. float32")
     g.add_argument("--cpus", help="CPU list of the engine, e.g. 0-3 (role pd shares all out by default)")
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return found
 
 
 def parse(argv: Sequence[str]) -> Request:

@@ -43,6 +43,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pdkv.errors import ConfigError
 from pdkv.kvcache import require_block_multiple
@@ -160,15 +161,17 @@ def engine_command(engine: EngineSettings, connector: ConnectorEntry | None, sta
     return Command(engine.role, (*argv, *engine.extra_args), http_url(engine.host, engine.port), env, unset)
 
 
-def transfer_config(engine: EngineSettings, connector: ConnectorEntry) -> dict[str, str]:
+def transfer_config(engine: EngineSettings, connector: ConnectorEntry) -> dict[str, Any]:
     """vLLM's ``--kv-transfer-config``."""
-    config = {"kv_connector": connector.vllm_class}
+    config: dict[str, Any] = {"kv_connector": connector.vllm_class}
     if connector.vllm_module_path:
         config["kv_connector_module_path"] = connector.vllm_module_path
     config["kv_role"] = _KV_ROLES[engine.role]
     config["kv_buffer_device"] = engine.device
     # vLLM's default, said aloud: a failed load must fail the request and never be recomputed in silence.
     config["kv_load_failure_policy"] = "fail"
+    if engine.connector_config:
+        config["kv_connector_extra_config"] = dict(engine.connector_config)
     return config
 
 

@@ -61,6 +61,7 @@ class EngineSettings:
         granule: bytes, a power of two of at least one memory page; host memory only.
         admission_requests, admission_blocks: decode lets so many requests wait for KV from prefill, and so many blocks
             of their prompts, and answers 503 beyond; None is as many as run at once, and all blocks.
+        connector_config: settings of the connector itself, vLLM's ``kv_connector_extra_config``.
         cpus: CPU list for OpenMP as vLLM's ``VLLM_CPU_OMP_THREADS_BIND`` takes it (``"0"``, ``"0-3"``, ``"nobind"``).
         extra_args: passed to vLLM unchanged, after all others.
         extra_env: set in the engine's environment, over all others.
@@ -89,6 +90,7 @@ class EngineSettings:
     admission_requests: int | None = None
     admission_blocks: int | None = None
     dtype: str | None = None
+    connector_config: Mapping[str, Any] = field(default_factory=dict)
     cpus: str | None = None
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
@@ -107,6 +109,8 @@ class EngineSettings:
         for name in ("connector", "dtype", "cpus"):
             require_text(name, getattr(self, name))
         _require_texts("extra_args", self.extra_args)
+        if not isinstance(self.connector_config, Mapping):
+            raise ConfigError(f"connector_config {self.connector_config!r} is no table of the connector's settings.")
         if not isinstance(self.extra_env, Mapping):
             raise ConfigError(f"extra_env {self.extra_env!r} is no table of variables and their values.")
         _require_texts("extra_env", tuple(self.extra_env.values()))

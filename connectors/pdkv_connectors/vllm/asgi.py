@@ -15,8 +15,17 @@ if TYPE_CHECKING:
 
 Handler = Callable[["Request"], Awaitable[JSONResponse]]
 
-#: Where vLLM takes requests that may carry transfer parameters.
-GENERATE_PATHS = frozenset(("/v1/completions", "/v1/chat/completions", "/v1/responses", "/inference/v1/generate"))
+#: What paths begin with where vLLM takes requests that may carry transfer parameters.
+_GENERATES = (
+    "/v1/completions",
+    "/v1/chat/",
+    "/v1/responses",
+    "/v1/messages",
+    "/inference/v1/generate",
+    "/cohere/",
+    "/v2/chat",
+    "/invocations",
+)
 
 
 def is_generation(scope: Scope) -> bool:
@@ -24,7 +33,7 @@ def is_generation(scope: Scope) -> bool:
     if scope["type"] != "http" or scope["method"] != "POST":
         return False
     path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", "")) in GENERATE_PATHS
+    return path.removeprefix(scope.get("root_path", "")).startswith(_GENERATES)
 
 
 class Routes:

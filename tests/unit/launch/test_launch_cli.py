@@ -119,6 +119,13 @@ def test_a_wrong_file_is_one_sentence(tmp_path, model, content, message):
         (["--role", "pd", "--model", "m", "--kv-bytes", "9" * 5000], "is not a size"),
         (["--role", "pd", "--model", "m", "--kv-bytes", "9" * 400 + ".5"], "is not a size"),
         (["--role", "pd", "--model", "m", "--capacity-blocks", str(2**63)], "which no machine has"),
+        (["--role", "pd", "--model", "m", "--connector-config", "[1]"], "'[1]' is no JSON object"),
+        (["--role", "pd", "--model", "m", "--connector-config", "{"], "'{' is no JSON"),
+        (["--role", "pd", "--model", "m", "--max-queued", "0"], "max-queued is 0; it must be at least 1"),
+        (
+            ["--role", "decode", "--model", "m", "--queue-timeout", "3"],
+            "--queue-timeout does not go with role 'decode'",
+        ),
         (["--role", "pd", "--model", ""], "model '' is no text or an empty one"),
         (["--rol", "pd"], "unrecognized arguments: --rol"),
         (["--role", "pd", "--config", "/no/such.toml"], "cannot read --config /no/such.toml: No such file"),

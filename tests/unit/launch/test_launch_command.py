@@ -61,6 +61,11 @@ def test_a_growable_prefill_engine_on_the_cpu():
     assert made.url == "http://127.0.0.1:8100"
 
 
+def test_settings_of_the_connector_reach_vllm_as_they_are():
+    made = command(connector_config={"pdkv_lease_s": 2.5})
+    assert json.loads(option(made, "--kv-transfer-config"))["kv_connector_extra_config"] == {"pdkv_lease_s": 2.5}
+
+
 def test_decode_consumes():
     made = command(role="decode")
     assert json.loads(option(made, "--kv-transfer-config"))["kv_role"] == "kv_consumer"
