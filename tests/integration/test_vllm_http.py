@@ -207,6 +207,14 @@ async def test_blocks_that_nobody_will_come_for_are_freed_on_prefill_when_decode
         await all_is_as_at_the_start(session, deployment)
 
 
+async def test_a_request_that_only_decode_refuses_leaves_no_blocks_on_prefill(deployment: PDDeployment) -> None:
+    async with client() as session:
+        # Neither field concerns the prompt, so that prefill never sees them: one of a wrong type, one out of range.
+        for wrong in ({"logprobs": "x"}, {"min_tokens": 10_000}):
+            assert (await ask(session, deployment.proxy_url, PROMPTS[-1], **wrong)).status == 400
+        await all_is_as_at_the_start(session, deployment)
+
+
 async def test_clients_that_leave_at_any_moment_leave_nothing_behind_on_either_side(
     deployment: PDDeployment, expected: list[list[int]]
 ) -> None:

@@ -56,6 +56,11 @@ RELEASE_TIMEOUT_S = 5.0
 MAX_BODY_NBYTES = 256 * 2**20
 
 
+#: Statuses of requests that vLLM may have refused before it looked at the transfer parameters: a field of a wrong type
+#: never reaches the code that would tell prefill. Telling it twice does no harm.
+_REFUSED_UNREAD = (400, 422)
+
+
 class _Body(msgspec.Struct):
     """The part of a request that says where its KV is; the rest is not decoded."""
 
@@ -121,10 +126,13 @@ class DecodeAdmission:
         self._remember(key)
         # A reference that is used again has been settled before; the file cannot say when this use of it is.
         self._waiting[name] = "" if snapshot is not None and key in snapshot.settled else key
+        statuses: list[int] = []
         try:
-            await self._app(scope, receive, self._with_room(send, name))
+            await self._app(scope, receive, self._with_room(send, name, statuses))
         finally:
             self._leave(name)
+        if statuses and statuses[0] in _REFUSED_UNREAD:
+            await self._release(scope["app"], params)
 
     def _remember(self, key: str) -> None:
         self._came_here[key] = None
@@ -164,11 +172,13 @@ class DecodeAdmission:
             admission.set_elsewhere(len(others), sum(others))
         return snapshot
 
-    def _with_room(self, send: Send, name: str | None = None) -> Send:
-        """A `send` that adds the room to the answer, and lets the request leave when its answer begins."""
+    def _with_room(self, send: Send, name: str | None = None, statuses: list[int] | None = None) -> Send:
+        """A `send` that adds the room to the answer, notes its status, and lets the request leave when it begins."""
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
+                if statuses is not None:
+                    statuses.append(message["status"])
                 message["headers"] = [*message.get("headers", ()), (ROOM_HEADER, _as_header(self._room()))]
             elif name is not None and message.get("body"):
                 self._leave(name)

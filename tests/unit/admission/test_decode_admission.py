@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from asgi_client import DEADLINE_S, Call, get, post
 from fastapi import FastAPI, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from pdkv_connectors.vllm.http import DecodeAdmission, remote_prefill_params
 from pdkv_connectors.vllm.waiting import key_of
@@ -40,8 +40,9 @@ class Decode:
         self.arrived = asyncio.Event()
 
         @self.app.post("/v1/completions")
-        async def completions(request: Request) -> StreamingResponse:
-            await request.json()
+        async def completions(request: Request) -> Any:
+            if (await request.json()).get("logprobs") == "wrong":
+                return JSONResponse({"error": "wrong type"}, 400)
             self.inside += 1
             self.arrived.set()
 
@@ -231,6 +232,14 @@ async def test_release_tells_the_engine_and_refuses_what_prefill_did_not_answer(
     assert decode.engine.rejected == [params(4)]
     for given in ({}, {"kv_transfer_params": {"do_remote_prefill": False}}):
         assert (await post(decode.app, "/v1/pdkv/release", given)).status == 400
+
+
+async def test_a_request_that_vllm_refuses_before_it_reads_the_parameters_frees_its_blocks(folder: Path) -> None:
+    decode = Decode()
+    answer = await post(decode.app, "/v1/completions", {**body(5), "logprobs": "wrong"})
+    assert answer.status == 400
+    assert decode.engine.rejected == [params(5)]
+    assert (await decode.room())["waiting"] == 0
 
 
 async def test_release_leaves_a_request_that_came_here_to_the_engine(folder: Path) -> None:
