@@ -215,26 +215,6 @@ async def test_a_request_that_only_decode_refuses_leaves_no_blocks_on_prefill(de
         await all_is_as_at_the_start(session, deployment)
 
 
-async def test_clients_that_leave_at_any_moment_leave_nothing_behind_on_either_side(
-    deployment: PDDeployment, expected: list[list[int]]
-) -> None:
-    leaving = random.Random(5)
-
-    async def leave(session: aiohttp.ClientSession, number: int) -> None:
-        prompt = [(17 * number + place) % 400 + 10 for place in range(450)]
-        task = asyncio.ensure_future(ask(session, deployment.proxy_url, prompt, max_tokens=50))
-        await asyncio.wait({task}, timeout=leaving.uniform(0, 0.6))
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    async with client() as session:
-        for round_ in range(4):
-            await asyncio.gather(*(leave(session, 12 * round_ + number) for number in range(12)))
-        await all_is_as_at_the_start(session, deployment)
-        answers = [await ask(session, deployment.proxy_url, prompt) for prompt in PROMPTS]
-    assert [answer.tokens for answer in answers] == expected
-
-
 async def test_a_stream_whose_client_leaves_is_ended_on_decode(deployment: PDDeployment) -> None:
     async with client() as session:
         body = request(PROMPTS[-1], max_tokens=250, stream=True, ignore_eos=True)
