@@ -151,6 +151,10 @@ class Engine:
         """As when the client of a request is gone."""
         self.llm.llm_engine.abort_request([request_id])
 
+    def do_abort_in_core(self, request_id: str) -> Any:
+        """As when a client is gone, and the request's end is on its way to the front end."""
+        self.core.abort_requests([request_id])
+
     def do_outcome(self, request_id: str, timeout_s: float) -> Any:
         """Step until a submitted request has ended; None where it has not by then."""
         deadline = time.monotonic() + timeout_s

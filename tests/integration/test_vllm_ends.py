@@ -59,6 +59,15 @@ def test_a_request_that_decode_refuses_before_it_is_scheduled_releases_prefill(p
     assert pair.both_are_free()
 
 
+def test_a_client_that_is_gone_when_its_prompt_is_finished_releases_prefill_at_once(pair: Pair) -> None:
+    prompt = pair.prompt(2 * BLOCK)
+    aborted = pair.counts("prefill").get("leases_aborted", 0)
+    pair.prefill.ask("abort_in_core", request_id=pair.prefilled(prompt)["remote_request_id"])
+    assert pair.both_are_free()
+    assert pair.counts("prefill")["leases_aborted"] == aborted + 1
+    assert pair.run(prompt) == pair.alone(prompt)
+
+
 def test_a_client_that_leaves_during_the_transfer_releases_both_sides_once_it_has_ended(pair: Pair) -> None:
     mover = pair.decode if pair.mode == "Pull" else pair.prefill
     prompt, free = pair.prompt(4 * BLOCK), pair.free_blocks()

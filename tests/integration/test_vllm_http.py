@@ -31,7 +31,8 @@ pytestmark = pytest.mark.vllm
 CAPACITY = 4
 QUEUED = 24
 MAX_TOKENS = 6
-#: Blocks must be free long before the lease on prefill (30 s) would run out by itself.
+#: Blocks must be free well before the lease on prefill would run out by itself.
+LEASE_S = 20
 SETTLE_S = 12.0
 DEADLINE_S = 120.0
 _random = random.Random(11)
@@ -62,6 +63,7 @@ def deployment(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         max_model_len=512,
         kv_bytes="16MiB",
         admission_requests=CAPACITY,
+        connector_config={"kv_lease_duration": LEASE_S},
         extra_args=["--skip-tokenizer-init", "--served-model-name", "model"],
         proxy_limits=ProxyLimits(queue_timeout_s=30, max_queued=QUEUED),
         log_dir=tmp_path_factory.mktemp("http"),
@@ -125,10 +127,10 @@ async def get(session: aiohttp.ClientSession, url: str) -> Any:
         return await response.json()
 
 
-async def until(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + SETTLE_S
+async def until(condition: Callable[[], Any], what: str, timeout_s: float = SETTLE_S) -> None:
+    deadline = time.monotonic() + timeout_s
     while not await condition():
-        assert time.monotonic() < deadline, f"{what} within {SETTLE_S:g} s"
+        assert time.monotonic() < deadline, f"{what} within {timeout_s:g} s"
         await asyncio.sleep(0.1)
 
 
@@ -213,6 +215,58 @@ async def test_a_request_that_only_decode_refuses_leaves_no_blocks_on_prefill(de
         for wrong in ({"logprobs": "x"}, {"min_tokens": 10_000}):
             assert (await ask(session, deployment.proxy_url, PROMPTS[-1], **wrong)).status == 400
         await all_is_as_at_the_start(session, deployment)
+
+
+async def test_clients_that_leave_at_any_moment_leave_nothing_behind_on_either_side(
+    deployment: PDDeployment, expected: list[list[int]]
+) -> None:
+    leaving = random.Random(5)
+
+    async def leave(session: aiohttp.ClientSession, number: int) -> None:
+        prompt = [(17 * number + place) % 400 + 10 for place in range(450)]
+        task = asyncio.ensure_future(ask(session, deployment.proxy_url, prompt, max_tokens=50))
+        await asyncio.wait({task}, timeout=leaving.uniform(0, 0.6))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async with client() as session:
+        for round_ in range(4):
+            await asyncio.gather(*(leave(session, 12 * round_ + number) for number in range(12)))
+        await all_is_as_at_the_start(session, deployment)
+        answers = [await ask(session, deployment.proxy_url, prompt) for prompt in PROMPTS]
+    assert [answer.tokens for answer in answers] == expected
+
+
+async def test_a_lease_that_ran_out_while_decode_was_stopped_never_becomes_a_200(
+    deployment: PDDeployment, expected: list[list[int]]
+) -> None:
+    """The blocks are given to other prompts meanwhile, so that what decode would read is not the prompt's KV."""
+    decode = descendants(deployment.pid("decode"))
+    prompt = [(5 * place) % 400 + 30 for place in range(200)]  # nothing of it is in decode's prefix cache
+    async with client() as session:
+        params = await prefilled(session, deployment.prefill_url, prompt)
+        for pid in decode:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            late = asyncio.ensure_future(
+                ask(session, deployment.decode_url, prompt, kv_transfer_params=params, max_tokens=20)
+            )
+
+            async def is_free() -> bool:
+                return await used_share(session, deployment.prefill_url) == 0
+
+            await until(is_free, "the lease has run out", LEASE_S + SETTLE_S)
+            assert not late.done()
+            for number in range(40):
+                await ask(
+                    session, deployment.prefill_url, [(3 * number + k) % 400 + 20 for k in range(400)], max_tokens=1
+                )
+        finally:
+            for pid in decode:
+                os.kill(pid, signal.SIGCONT)
+        assert (await late).status >= 500
+        await all_is_as_at_the_start(session, deployment)
+        assert (await ask(session, deployment.proxy_url, PROMPTS[-1])).tokens == expected[-1]
 
 
 async def test_a_stream_whose_client_leaves_is_ended_on_decode(deployment: PDDeployment) -> None:

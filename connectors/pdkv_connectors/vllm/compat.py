@@ -42,6 +42,7 @@ _NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 ENGINE_SEAMS = (
     Seam("block count", "vllm.v1.engine.core", "EngineCore._initialize_kv_caches", ("vllm_config",)),
     Seam("sleep", "vllm.v1.engine.core", "EngineCore.sleep", ("level",)),
+    Seam("ends of requests", "vllm.v1.engine.core", "EngineCore.abort_requests", ("request_ids",)),
     Seam("block count", "vllm.v1.core.kv_cache_utils", "update_kv_cache_capacity", ("vllm_config", "kv_cache_config")),
     Seam("back the tensors", _WORKER, "Worker._maybe_get_memory_pool_context", ("tag",)),
     Seam("back the tensors", _WORKER, "Worker.initialize_from_config", ("kv_cache_config",)),

@@ -49,6 +49,7 @@ class EndsScheduler:
         self._ranks: tuple[RankInfo, ...] = ()
         self._events = Events()
         self._names: dict[str, str] = {}  # P: request id -> its name between P and D
+        self._held: dict[str, str] = {}  # P: the same, of requests that have finished and whose blocks D may read
         self._serial = itertools.count(1)
         self._references = IssuedReferences(SystemClock(), Counters())
         self._remote: set[str] = set()  # D: requests whose KV comes by pdkv's protocol
@@ -82,6 +83,8 @@ class EndsScheduler:
                 "noticed later.", len(arrival.remote.ranks), self.transfer_tp_size,
             )  # fmt: skip
             return None
+        if request.abort_immediately:  # refused before it was a request, and made of one token only to be aborted
+            arrival.num_tokens = arrival.remote.num_tokens
         return arrival
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
@@ -120,6 +123,8 @@ class EndsScheduler:
         if params is None:
             self._events.aborted[name] = f"the request is over on prefill ({request.status.name.lower()})"
             return held, params
+        if held:
+            self._held[request_id] = name
         runs = self._runs_to_give(block_ids) if held else ()
         references = tuple(
             self._references.issue(rank.ref, name, request.num_prompt_tokens, runs) for rank in self._ranks
@@ -127,6 +132,11 @@ class EndsScheduler:
         self._events.prefilled.append(Prefilled(request_id, references))
         params[KEY] = msgspec.to_builtins(RemoteKV.of(references, self._ranks))
         return held, params
+
+    def give_up_finished(self, request_id: str) -> None:
+        """P: whoever asked for this prompt has left before it heard that it was finished. Idempotent."""
+        if (name := self._held.pop(request_id, None)) is not None:
+            self._events.aborted[name] = "the client had left when the prompt was finished"
 
     # Blocks, by their index in the prompt.
 
@@ -152,6 +162,8 @@ class EndsScheduler:
 
     def update_connector_output(self, connector_output: Any) -> None:
         super().update_connector_output(connector_output)  # type: ignore[misc]
+        for request_id in connector_output.finished_sending or ():
+            self._held.pop(request_id, None)
         news = connector_output.kv_connector_worker_meta
         if isinstance(news, WorkerNews):
             self._failed.update((key, reason) for key, reason in news.failed.items() if key in self._remote)

@@ -7,6 +7,8 @@ what                                       for        why there is no other way
                                                       runs warmup before it returns: growth must come after it
 `EngineCore.sleep` (wrap)                  0.32, 0.33  it pauses the scheduler before any worker is asked, so a
                                                       worker's refusal would leave an engine that serves no more
+`EngineCore.abort_requests` (wrap)         0.32, 0.33  stock ignores that a client left whose prompt was finished
+                                                      just then: its blocks would be held until the lease runs out
 `Scheduler._handle_failed_recving` (wrap)  0.32, 0.33  stock fails a request whose KV will not come once it has
                                                       blocks for it; one in the queue would wait for its turn first
 `base_worker.nixl_agent_config` (swap)     0.32, 0.33  the agent's progress thread burns 60-70 % of a core when idle,
@@ -55,6 +57,7 @@ def install() -> None:
 
     _wrap(EngineCore, "_initialize_kv_caches", _grow_after)
     _wrap(EngineCore, "sleep", _refuse_sleep)
+    _wrap(EngineCore, "abort_requests", _free_finished)
     _wrap(Scheduler, "_handle_failed_recving", _fail_queued)
 
 
@@ -62,7 +65,10 @@ def installed() -> bool:
     """Whether :func:`install` has taken effect in this process."""
     from vllm.v1.engine.core import EngineCore
 
-    return all(hasattr(getattr(EngineCore, name, None), _WRAPPED) for name in ("_initialize_kv_caches", "sleep"))
+    return all(
+        hasattr(getattr(EngineCore, name, None), _WRAPPED)
+        for name in ("_initialize_kv_caches", "sleep", "abort_requests")
+    )
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
@@ -90,6 +96,17 @@ def _grow_after(stock: Callable[..., Any], core: Any, vllm_config: VllmConfig) -
     from pdkv_connectors.vllm.agree import grow_engine
 
     return grow_engine(core, vllm_config, config)
+
+
+def _free_finished(stock: Callable[..., Any], core: Any, request_ids: list[str]) -> Any:
+    """Have the connector free what it holds for requests that had finished before they were aborted."""
+    if is_growable(core.vllm_config) and (connector := core.scheduler.get_kv_connector()) is not None:
+        give_up = getattr(getattr(connector, "connector_scheduler", None), "give_up_finished", None)
+        for request_id in request_ids if give_up is not None else ():
+            request = core.scheduler.requests.get(request_id)
+            if request is not None and request.is_finished():
+                give_up(request_id)
+    return stock(core, request_ids)
 
 
 def _refuse_sleep(stock: Callable[..., Any], core: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
