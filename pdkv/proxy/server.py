@@ -9,16 +9,17 @@ import asyncio
 import logging
 from typing import Any
 
+import msgspec
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from pdkv.proxy.errors import bad_request
 from pdkv.proxy.settings import ProxySettings
 
 logger = logging.getLogger("pdkv.proxy")
 
 # Streams that still run when the proxy is told to end; their clients see the connection close.
 _SHUTDOWN_GRACE_S = 5
-_TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 class DeadlineProtocol(H11Protocol):
@@ -59,8 +60,14 @@ class DeadlineProtocol(H11Protocol):
 
     def _give_up(self) -> None:
         self._deadline = None
-        logger.warning("connection closed: no complete header within %g s", self.header_timeout_s)
-        self.transport.write(_TIMED_OUT)
+        message = f"no complete header within {self.header_timeout_s:g} s."
+        logger.warning("connection closed: %s", message)
+        body = msgspec.json.encode(bad_request(message, status=408).body)
+        head = (
+            f"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
         self.transport.close()
 
 

@@ -21,8 +21,9 @@ DEFAULT_MAX_REQUESTS = 1024
 DEFAULT_MAX_QUEUED = 128
 # Clients that meet a burst rather wait some seconds than try again; longer, and they have given up themselves.
 DEFAULT_QUEUE_TIMEOUT_S = 30.0
-# A header is one packet; a client that needs longer holds a connection and does nothing with it.
-DEFAULT_HEADER_TIMEOUT_S = 10.0
+# A header is one packet; a client that needs longer holds a connection and does nothing with it. A client whose machine
+# is overloaded may connect and send nothing for ten seconds and more.
+DEFAULT_HEADER_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

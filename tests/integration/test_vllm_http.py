@@ -181,7 +181,7 @@ async def test_decode_refuses_what_comes_past_the_proxy_and_has_prefill_free_its
     deployment: PDDeployment, expected: list[list[int]]
 ) -> None:
     async with client() as session:
-        params = [await prefilled(session, deployment.prefill_url, PROMPTS[-1]) for _ in range(24)]
+        params = await asyncio.gather(*(prefilled(session, deployment.prefill_url, PROMPTS[-1]) for _ in range(24)))
         answers = await asyncio.gather(
             *(ask(session, deployment.decode_url, PROMPTS[-1], kv_transfer_params=given) for given in params)
         )

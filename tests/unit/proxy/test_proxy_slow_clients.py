@@ -35,7 +35,9 @@ def read_all(client: socket.socket) -> bytes:
 def test_a_header_that_is_not_complete_in_time_ends_the_connection(sent: bytes):
     with running(prefill_engine(), engine(ANSWER), header_timeout_s=0.2) as url, connect(url) as client:
         client.sendall(sent)
-        assert read_all(client).startswith(b"HTTP/1.1 408 ")
+        head, _, body = read_all(client).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(body)["error"]["code"] == 408
 
 
 def test_a_client_that_sends_one_byte_after_another_does_not_prolong_its_time():
