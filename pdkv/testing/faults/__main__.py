@@ -29,12 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         minutes = 1.0 if options.schedules is None else float("inf")
     if minutes <= 0 or options.seed < 0 or (options.schedules is not None and options.schedules < 1):
         parser.error("--minutes and --schedules must be above 0, and --seed at least 0")
-    begin = time.monotonic()
+    begin, cpu_begin = time.monotonic(), time.process_time()
     totals = soak(options.seed, seconds=minutes * 60, schedules=options.schedules)
-    seconds = time.monotonic() - begin
-    _print(totals, seconds)
+    seconds, cpu_seconds = time.monotonic() - begin, time.process_time() - cpu_begin
+    _print(totals, seconds, cpu_seconds)
     if options.json:
-        print(json.dumps(totals.as_dict(seconds)))
+        print(json.dumps(totals.as_dict(seconds, cpu_seconds)))
     return 0 if totals.is_good else 1
 
 
@@ -52,9 +52,9 @@ def _processes(options: argparse.Namespace) -> int:
     return 0 if totals.is_good else 1
 
 
-def _print(totals: Totals, seconds: float) -> None:
-    rate = totals.schedules / seconds * 60
-    print(f"{totals.schedules} schedules in {seconds:.1f} s ({rate:.0f} a minute)")
+def _print(totals: Totals, seconds: float, cpu_seconds: float) -> None:
+    rate = totals.schedules / max(cpu_seconds, 1e-3) * 60
+    print(f"{totals.schedules} schedules in {seconds:.1f} s, {cpu_seconds:.1f} s of a core ({rate:.0f} a minute of it)")
     print("faults: " + (", ".join(f"{kind} {count}" for kind, count in sorted(totals.faults.items())) or "none"))
     print("requests: " + (", ".join(f"{how} {count}" for how, count in sorted(totals.requests.items())) or "none"))
     print(

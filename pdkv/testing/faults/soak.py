@@ -51,11 +51,12 @@ class Totals:
                 + (f"\n{outcome.crash}" if outcome.crash else "")
             )
 
-    def as_dict(self, seconds: float) -> dict[str, object]:
-        """As printed by ``--json``. `completed` are requests whose every token was decoded."""
+    def as_dict(self, seconds: float, cpu_seconds: float) -> dict[str, object]:
+        """As printed by ``--json``. `completed`: requests whose every token was decoded; `cpu_seconds`: of one core."""
         return {
             "schedules": self.schedules,
             "seconds": round(seconds, 1),
+            "cpu_seconds": round(cpu_seconds, 1),
             "faults": {str(kind): count for kind, count in sorted(self.faults.items())},
             "completed": self.requests["completed"],
             "requests": dict(sorted(self.requests.items())),
