@@ -5,6 +5,7 @@ After each scenario no block is held, whoever is left serves the next request, a
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pdkv.testing.faults.__main__ import main
-from pdkv.testing.faults.processes import OVER_TCP, SCENARIOS, Deployment, run_scenario
+from pdkv.testing.faults.processes import OVER_TCP, SCENARIOS, Deployment, Totals, run_scenario
 from pdkv.testing.faults.processes.toy import LAYERS, SPEC, ToyCache, page, true_token
 
 pytest.importorskip("nixl", reason="NIXL is not installed; make test installs it")
@@ -50,6 +51,12 @@ def test_without_a_fault_the_default_transports_serve_too(tmp_path: Path) -> Non
         run_scenario("all_is_well", deployment)
         assert deployment.totals.is_good
         assert deployment.totals.completed == 6
+        summed = Totals()
+        for _ in range(2):
+            summed.add(deployment.totals)
+        report = json.loads(json.dumps(summed.as_dict(1.0)))
+        assert (report["schedules"], report["completed"], report["wrong_tokens"]) == (2, 12, 0)
+        assert report["faults"] == {}
 
 
 def test_a_transport_that_leaves_out_a_block_gives_a_wrong_token(tmp_path: Path) -> None:

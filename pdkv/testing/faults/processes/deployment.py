@@ -21,6 +21,7 @@ from pdkv.testing.faults.processes.toy import true_token
 #: Every deadline of the engines has passed several times by then, on a busy machine too.
 PATIENCE_S = 60.0
 _POLL_S = 0.02
+_NUMBERS = ("schedules", "completed", "wrong_tokens", "leaked_blocks", "crashes", "broken")
 
 
 @dataclass(slots=True)
@@ -43,14 +44,15 @@ class Totals:
 
     def add(self, other: Totals) -> None:
         """Count in another run."""
-        for name in ("schedules", "completed", "wrong_tokens", "leaked_blocks", "crashes", "broken"):
+        for name in _NUMBERS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.faults.update(other.faults)
         self.failed.update(other.failed)
 
     def as_dict(self, seconds: float) -> dict[str, Any]:
         """For JSON."""
-        return {**asdict(self), "seconds": round(seconds, 1)}
+        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        return {**numbers, "faults": dict(self.faults), "failed": dict(self.failed), "seconds": round(seconds, 1)}
 
 
 @dataclass(frozen=True, slots=True)

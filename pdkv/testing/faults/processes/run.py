@@ -16,11 +16,11 @@ from pdkv.testing.faults.processes.scenarios import SCENARIOS, run_scenario
 
 #: Over tcp UCX waits for a stopped peer, so that a transfer can be caught in flight.
 OVER_TCP = {"UCX_TLS": "tcp"}
-_MODES: Sequence[Literal["pull", "push"]] = ("pull", "push")
+Mode = Literal["pull", "push"]
 
 
 def run_processes(transport: str, *, seed: int = 0, seconds: float = 0.0, say: Callable[[str], None] = print) -> Totals:
-    """Every scenario in both directions, once at least, and again until `seconds` have passed.
+    """Every scenario in each direction that the transport has, once at least, and again until `seconds` have passed.
 
     Args:
         transport: by its name in the entry-point group ``pdkv.transports``.
@@ -29,19 +29,25 @@ def run_processes(transport: str, *, seed: int = 0, seconds: float = 0.0, say: C
     Raises:
         ConfigError, TransportError: there is no such transport here.
     """
-    find_transport(transport)
+    modes = _modes_of(transport)
     totals, begin = Totals(), time.monotonic()
     while True:
-        for mode in _MODES:
+        for mode in modes:
             _run_mode(transport, mode, seed, totals, say)
         seed += 1
         if time.monotonic() - begin >= seconds:
             return totals
 
 
-def _run_mode(
-    transport: str, mode: Literal["pull", "push"], seed: int, totals: Totals, say: Callable[[str], None]
-) -> None:
+def _modes_of(transport: str) -> Sequence[Mode]:
+    """Pull where it can read, push where it can write."""
+    made = find_transport(transport)()
+    made.close()
+    modes: dict[Mode, bool] = {"pull": made.can_read, "push": made.can_write}
+    return [mode for mode, possible in modes.items() if possible]
+
+
+def _run_mode(transport: str, mode: Mode, seed: int, totals: Totals, say: Callable[[str], None]) -> None:
     """A scenario that goes wrong leaves engines of which nothing is known: the next one gets others."""
     names = list(SCENARIOS)
     while names:
