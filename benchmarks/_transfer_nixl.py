@@ -20,7 +20,8 @@ from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.messages import EngineRef
 from pdkv.transfer.transport import Transfer
 from pdkv_connectors.nixl.agent import MEMORY
-from pdkv_connectors.nixl.transport import NixlSettings, NixlTransport
+from pdkv_connectors.nixl.settings import NixlSettings
+from pdkv_connectors.nixl.transport import NixlTransport
 
 LAYERS = 32
 PAGE_NBYTES = 16 * PAGE_NBYTES_OF_TOKEN
@@ -40,7 +41,7 @@ class Reader:
         metadata = bytes.fromhex(owner.ask("build", name=name, variables=variables, timeout_s=TIMEOUT_S, **shape))
         self.cache: GrowableKVCache = build(driver, **shape)
         stack.callback(self.cache.close)
-        self.transport = NixlTransport(NixlSettings(variables=variables))
+        self.transport = NixlTransport(NixlSettings(probe="never", variables=variables))
         stack.callback(self.transport.close)
         self.transport.register(self.cache, EngineRef(f"reader-{name}", 1))
         self.peer, self.metadata = EngineRef(name, 1), metadata

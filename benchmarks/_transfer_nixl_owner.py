@@ -9,7 +9,8 @@ from _transfer_cache import build, fill
 
 from pdkv.testing.child import serve
 from pdkv.transfer.messages import EngineRef
-from pdkv_connectors.nixl.transport import NixlSettings, NixlTransport
+from pdkv_connectors.nixl.settings import NixlSettings
+from pdkv_connectors.nixl.transport import NixlTransport
 
 
 class Owner:
@@ -27,7 +28,7 @@ class Owner:
         """Build, fill, register; the metadata to connect with."""
         cache = build(self._driver, **shape)
         fill(cache)
-        transport = NixlTransport(NixlSettings(variables=variables))
+        transport = NixlTransport(NixlSettings(probe="never", variables=variables))
         transport.register(cache, EngineRef(name, 1))
         self._transports.append(transport)
         return transport.describe().hex()

@@ -34,14 +34,15 @@ def test_nixl_keeps_to_the_rule(bench: TransportBench, rule: str) -> None:
 
 
 def test_the_probe_reads_right_and_names_what_ucx_used(record: Callable[..., Any]) -> None:
-    from pdkv_connectors.nixl.transport import NixlSettings, NixlTransport
+    from pdkv_connectors.nixl.settings import NixlSettings
+    from pdkv_connectors.nixl.transport import NixlTransport
 
     spec = pdkv.AttentionSpec(num_kv_heads=8, block_size=16, head_size=128, dtype="bfloat16")
     config = pdkv.KVCacheConfig.uniform([f"layer.{index}" for index in range(4)], spec, num_blocks=1024)
     with pdkv.GrowableKVCache(config, pdkv.open_driver("cuda")) as cache:
         cache.commit(256)
         cache.commit(1024)
-        owner = NixlTransport(NixlSettings(probe=True))
+        owner = NixlTransport(NixlSettings(probe="always"))
         owner.register(cache, EngineRef("P", 1))
         assert owner.verified is not None
         assert owner.verified.edges == 16

@@ -19,7 +19,8 @@ from pdkv.transfer.transport import Transfer, TransferState
 
 pytest.importorskip("nixl", reason="NIXL is not installed; make test installs it")
 
-from pdkv_connectors.nixl.transport import NixlSettings, NixlTransport
+from pdkv_connectors.nixl.settings import NixlSettings
+from pdkv_connectors.nixl.transport import NixlTransport
 from pdkv_connectors.nixl.verify import verify_extents
 
 pytestmark = pytest.mark.nixl
@@ -173,7 +174,7 @@ def test_a_transfer_with_another_peer_is_not_disturbed(pair: tuple[NixlTransport
 
 
 def test_the_probe_compares_every_edge_and_names_what_ucx_used(cache: Cache) -> None:
-    owner = NixlTransport(NixlSettings(probe=True, min_probe_gbps=1e6))
+    owner = NixlTransport(NixlSettings(probe="always", min_probe_gbps=1e6))
     probed = cache(64, 128)
     owner.register(probed, P)
     state = owner.describe_state()
@@ -199,7 +200,7 @@ def test_I13_a_peer_that_reads_other_bytes_is_an_error(pair: tuple[NixlTransport
 
 
 def test_I13_a_probe_that_is_too_slow_may_be_an_error_and_leaves_nothing_registered(cache: Cache) -> None:
-    owner = NixlTransport(NixlSettings(probe=True, min_probe_gbps=1e6, on_slow="fail"))
+    owner = NixlTransport(NixlSettings(probe="always", min_probe_gbps=1e6, on_slow="fail"))
     with pytest.raises(TransportError, match=r"reads only .* GB/s from the KV cache by"):
         owner.register(cache(8), P)
     assert owner.describe_state()["registered"] is False

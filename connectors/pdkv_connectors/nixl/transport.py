@@ -9,9 +9,10 @@ blocks one by one, and each descriptor costs 20 µs when it is posted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -25,6 +26,7 @@ from pdkv.transfer.messages import EngineRef
 from pdkv.transfer.runs import copies_for
 from pdkv.transfer.transport import TransferState
 from pdkv_connectors.nixl.agent import MEMORY, destroy_agent, make_agent, translated
+from pdkv_connectors.nixl.settings import NixlSettings
 from pdkv_connectors.nixl.verify import verify_extents
 
 if TYPE_CHECKING:
@@ -36,24 +38,7 @@ logger = logging.getLogger(__name__)
 #: Without NVLink a READ of device memory needs it: 0.46 against 1605 GB/s were measured.
 VRAM_VARIABLES = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NixlSettings:
-    """How the transport is to behave.
-
-    Attributes:
-        probe: have a second process read from every extent after registration, compare and measure.
-        min_probe_gbps: bandwidth in GB/s below which the probe finds fault; 0 accepts any.
-        on_slow: what that does: a warning, or a TransportError from :meth:`NixlTransport.register`.
-        probe_timeout_s: the most that the probe may take.
-        variables: UCX's settings, where the environment does not have them.
-    """
-
-    probe: bool = False
-    min_probe_gbps: float = 0.0
-    on_slow: Literal["warn", "fail"] = "warn"
-    probe_timeout_s: float = 60.0
-    variables: Mapping[str, str] = field(default_factory=dict)
+_probed: set[str] = set()  # kinds of memory, in this process
 
 
 class _Own(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -79,13 +64,17 @@ class _Link:
 
 
 class NixlTransport(TransportBase[_Link]):
-    """See the module's docstring. An agent lives from :meth:`register` to :meth:`unregister`."""
+    """See the module's docstring. An agent lives from :meth:`register` to :meth:`unregister`.
+
+    Args:
+        settings: by default those of the environment.
+    """
 
     name = "nixl"
 
     def __init__(self, settings: NixlSettings | None = None) -> None:
         super().__init__()
-        self.settings = settings or NixlSettings()
+        self.settings = settings or NixlSettings.from_environment(os.environ)
         #: What the probe found after the last registration; None where it did not run.
         self.verified: Verified | None = None
         self._agent: Any = None
@@ -122,18 +111,26 @@ class NixlTransport(TransportBase[_Link]):
         try:
             with translated(f"register {len(extents)} extents"):
                 self._registered = self._agent.register_memory(extents, memory)
-            self.verified = self._verify(cache, memory) if self.settings.probe else None
+            self.verified = self._verify(cache, memory) if self._is_to_probe(memory) else None
         except BaseException:
             self._do_unregister()
             raise
 
+    def _is_to_probe(self, memory: str) -> bool:
+        """Once for a kind of memory, unless told to do it always: an engine that wakes has no seconds to spare."""
+        if self.settings.probe == "device":
+            return memory == "VRAM" and memory not in _probed
+        return self.settings.probe == "always"
+
     def _verify(self, cache: GrowableKVCache, memory: str) -> Verified:
         verified = verify_extents(self._agent, cache, memory, timeout_s=self.settings.probe_timeout_s)
+        _probed.add(memory)
         logger.info("NIXL probe: %s", verified)
-        if verified.gb_per_s < self.settings.min_probe_gbps:
+        least_gbps = self.settings.least_gbps(memory)
+        if verified.gb_per_s < least_gbps:
             problem = (
                 f"a peer reads only {verified.gb_per_s:.2f} GB/s from the KV cache by {verified.transport}, at least "
-                f"{self.settings.min_probe_gbps:g} GB/s are wanted; see which UCX transports work here (UCX_TLS)."
+                f"{least_gbps:g} GB/s are wanted; see which UCX transports work here (UCX_TLS)."
             )
             if self.settings.on_slow == "fail":
                 raise TransportError(problem)

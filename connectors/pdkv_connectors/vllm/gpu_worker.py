@@ -17,6 +17,7 @@ from pdkv.errors import ConnectorError
 from pdkv.kvcache.sizing import MemoryReading, resolve_utilization
 from pdkv.kvcache.torch_allocator import cap_torch_allocator, read_torch, start_warmup_reading
 from pdkv_connectors.nixl import probe
+from pdkv_connectors.nixl.settings import SLOW_DEVICE_GBPS
 from pdkv_connectors.vllm import rebind
 from pdkv_connectors.vllm.growth import GrowableWorker
 from pdkv_connectors.vllm.utilization import given_utilization, processes_beside
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from pdkv.memory import MemoryDriver
 
 logger = init_logger(f"vllm.{__name__}")
-
-#: Below this a read within one host is emulated: over tcp 0.2 to 0.5 GB/s were measured, mapped 84 and more.
-SLOW_GB_PER_S = 5.0
 
 
 class GrowableGPUWorker(GrowableWorker, Worker):
@@ -120,7 +118,7 @@ class GrowableGPUWorker(GrowableWorker, Worker):
             return
         self.probe_gb_per_s = report.gb_per_s
         text = f"pdkv: a peer on this host reads the KV cache at {report.gb_per_s:.2f} GB/s over NIXL"
-        if report.gb_per_s >= SLOW_GB_PER_S:
+        if report.gb_per_s >= SLOW_DEVICE_GBPS:
             logger.info("%s.", text)
             return
         logger.warning(
