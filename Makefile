@@ -11,14 +11,16 @@ ARGS      ?=
 PY    := .venv/bin/python
 MODEL := build/models/smollm2-135m-instruct
 DEMO  := build/demo
-# No single test may take longer; the vLLM ones start two or three engines, a minute or two each on two busy cores.
-TEST_TIMEOUT_S := 600
+# No single test may take longer than its --timeout; those with engines start two or three, a minute or two each on two
+# busy cores.
+FAST_TESTS   := $(PY) -m pytest -m "not vllm and not gpu" --timeout 300 -n 2 --dist worksteal
+ENGINE_TESTS := $(PY) -m pytest -m "vllm and not gpu" --timeout 600 --durations 25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-fast model demo test test-fast lint format lock clean
+.PHONY: help setup setup-fast model demo test test-fast test-engines lint format lock clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## make .venv with the locked vLLM CPU stack (about 3 GB; does nothing when done)
 	@$(call need_python)
@@ -36,11 +38,15 @@ demo: model ## prefill + decode against one stock vLLM, over 16 word problems; e
 	$(PY) -m pdkv.harness.gsm8k --model $(MODEL) --data examples/data/grade_school.jsonl \
 		--connector $(CONNECTOR) --engine-memory 3GiB --report $(DEMO)/report.json --log-dir $(DEMO)/logs $(ARGS)
 
-test: model ## all tests that need no GPU, real engines included (at most 25 minutes on 2 cores)
-	$(PY) -m pytest -m "not gpu" --timeout $(TEST_TIMEOUT_S) --durations 15 $(ARGS)
+test: model ## all tests that need no GPU: those of test-fast, then those of test-engines
+	$(FAST_TESTS) $(ARGS)
+	$(ENGINE_TESTS) $(ARGS)
 
-test-fast: setup-fast ## the tests that need no vLLM (under 2 minutes)
-	$(PY) -m pytest -m "not vllm and not gpu" --timeout 120 -n 2 --dist worksteal $(ARGS)
+test-fast: setup-fast ## the tests that need no vLLM, two at a time
+	$(FAST_TESTS) $(ARGS)
+
+test-engines: model ## the tests with real vLLM engines, one after the other: engines would take the cores from each other
+	$(ENGINE_TESTS) $(ARGS)
 
 lint: setup-fast ## ruff, mypy, import-linter
 	$(PY) -m ruff check .
