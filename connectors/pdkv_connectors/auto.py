@@ -1,0 +1,305 @@
+"""Chooses a transport for each peer: ipc on the same host, else nixl, else ucx.
+
+What can be used here is registered; UCX listens only where NIXL cannot be had. A peer's description holds those of all
+its transports and says which host it is on. With each peer the first transport is taken that both have and that
+connects. A transport that should have worked and did not is counted as a fall back, and logged with its reason (I13).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+from weakref import WeakSet
+
+import msgspec
+
+from pdkv.errors import (
+    ConnectorError,
+    DriverError,
+    PdkvError,
+    ProtocolError,
+    StaleGenerationError,
+    StateError,
+    TransportError,
+)
+from pdkv.transfer.blocks import BlockPair
+from pdkv.transfer.messages import MAX_METADATA_NBYTES, EngineRef
+from pdkv.transfer.transport import Transfer, TransferState, Transport
+
+if TYPE_CHECKING:
+    from pdkv.kvcache import GrowableKVCache
+
+logger = logging.getLogger(__name__)
+
+ORDER = ("ipc", "nixl", "ucx")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+Maker = Callable[[], Transport]
+
+
+class _Own(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The description: the host, and what each transport says, by name."""
+
+    host: Annotated[str, msgspec.Meta(max_length=256)]
+    transports: Annotated[dict[str, bytes], msgspec.Meta(max_length=16)]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a peer is reached by, and why not by something better."""
+
+    peer: EngineRef
+    transport: str
+    reason: str
+
+
+def _ipc() -> Transport:
+    from pdkv_connectors.ipc.transport import IpcTransport
+
+    return IpcTransport()
+
+
+def _nixl() -> Transport:
+    from pdkv_connectors.nixl.transport import NixlTransport
+
+    return NixlTransport()
+
+
+def _ucx() -> Transport:
+    from pdkv_connectors.ucx.transport import UcxTransport
+
+    return UcxTransport()
+
+
+MAKERS: Mapping[str, Maker] = {"ipc": _ipc, "nixl": _nixl, "ucx": _ucx}
+
+
+class AutoTransport(Transport):
+    """See the module's docstring.
+
+    Args:
+        makers: how each transport is made, by name; one that is left out is not used. Tried in the order of `ORDER`.
+        writes: whether WRITE is wanted; then only transports that can write are used, which ipc cannot.
+        host: names the machine; peers with another name are not on it. By default the kernel's boot id.
+    """
+
+    name = "auto"
+    can_read = True
+    converts = True  # ipc does, so that peers on the same host may differ
+
+    def __init__(
+        self, makers: Mapping[str, Maker] | None = None, *, writes: bool = False, host: str | None = None
+    ) -> None:
+        self.can_write = writes
+        self.counts: Counter[str] = Counter()
+        #: Why a transport is not used here, by its name.
+        self.unavailable: dict[str, str] = {}
+        self._makers = MAKERS if makers is None else makers
+        self._host = _BOOT_ID.read_text().strip() if host is None else host
+        self._made: dict[str, Transport] = {}
+        self._registered: dict[str, Transport] = {}
+        self._choices: dict[str, Choice] = {}
+        self._transfers: WeakSet[Transfer] = WeakSet()
+        self._closed = False
+
+    # Registration.
+
+    def register(
+        self, cache: GrowableKVCache, engine: EngineRef, *, groups: Sequence[Sequence[str]] | None = None
+    ) -> None:
+        if self._closed or self._registered:
+            raise StateError("the auto transport is closed or has registered a cache; unregister() it, or make one.")
+        registered: dict[str, Transport] = {}
+        self.unavailable = {}
+        try:
+            for name in ORDER:
+                if (transport := self._usable(name, registered)) is None:
+                    continue
+                try:
+                    transport.register(cache, engine, groups=groups)
+                except (ConnectorError, DriverError) as error:
+                    self._is_unavailable(name, str(error))
+                else:
+                    registered[name] = transport
+        except BaseException:
+            for transport in registered.values():
+                transport.unregister()
+            raise
+        if not registered:
+            raise TransportError(f"no transport can be used here: {_listed(self.unavailable)}.")
+        self._registered = registered
+        logger.info("Transports of %s: %s. Not used: %s.", engine.engine_id, ", ".join(registered), self.unavailable)
+
+    def unregister(self) -> None:
+        running = sum(transfer.poll() is TransferState.RUNNING for transfer in list(self._transfers))
+        if running:
+            raise StateError(f"{running} transfers still run; wait until they have ended, or close() the transport.")
+        for transport in self._registered.values():
+            transport.unregister()
+        self._registered, self._choices = {}, {}
+
+    def describe(self) -> bytes:
+        self._require_registered()
+        own = _Own(self._host, {name: transport.describe() for name, transport in self._registered.items()})
+        frame = msgspec.msgpack.encode(own)
+        if len(frame) > MAX_METADATA_NBYTES:
+            raise TransportError(f"{len(own.transports)} transports take {len(frame)} bytes to describe; use fewer.")
+        return frame
+
+    # Peers.
+
+    def connect(self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0) -> None:
+        self._require_registered()
+        theirs = _decode(metadata)
+        before = self._choices.get(peer.engine_id)
+        if before is not None and before.peer.generation > peer.generation:
+            raise StaleGenerationError(
+                f"engine {peer.engine_id!r} is connected in generation {before.peer.generation}; {peer.generation} is "
+                "older, its memory is gone."
+            )
+        choice = self._connect(peer, theirs, timeout_s)
+        if before is not None and before.transport != choice.transport:
+            self._registered[before.transport].disconnect(peer.engine_id)
+        self._choices[peer.engine_id] = choice
+        self.counts[f"chosen_{choice.transport}"] += 1
+        logger.info("Peer %s is reached by %s: %s.", peer.engine_id, choice.transport, choice.reason)
+
+    def disconnect(self, engine_id: str) -> None:
+        choice = self._choices.pop(engine_id, None)
+        if choice is not None and choice.transport in self._registered:
+            self._registered[choice.transport].disconnect(engine_id)
+
+    def _connect(self, peer: EngineRef, theirs: _Own, timeout_s: float) -> Choice:
+        """Try what both have, the best first."""
+        deadline, failed = time.monotonic() + timeout_s, dict[str, PdkvError]()
+        why = {name: self._why_not(name, theirs) for name in ORDER}
+        for name in ORDER:
+            if why[name]:
+                continue
+            left_s = max(0.05, deadline - time.monotonic())
+            try:
+                self._registered[name].connect(peer, theirs.transports[name], timeout_s=left_s)
+            except TransportError as error:
+                failed[name], why[name] = error, str(error)
+                self.counts["fallbacks"] += 1
+                logger.warning("Peer %s cannot be reached by %s: %s", peer.engine_id, name, error)
+            else:
+                better = {other: why[other] for other in ORDER[: ORDER.index(name)]}
+                return Choice(peer, name, _listed(better) or "the peer is on this host")
+        if failed:
+            raise next(iter(failed.values()))
+        raise TransportError(f"engine {peer.engine_id!r} has no transport in common with this one: {_listed(why)}.")
+
+    def _why_not(self, name: str, theirs: _Own) -> str:
+        if name not in self._registered:
+            return self.unavailable.get(name, "it is not wanted here")
+        if name not in theirs.transports:
+            return "the peer does not have it"
+        return "the peer is on another host" if name == "ipc" and theirs.host != self._host else ""
+
+    # Transfers.
+
+    def read(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
+        return self._kept(self._transport_of(peer).read(peer, pairs))
+
+    def write(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
+        if not self.can_write:
+            raise TransportError("the auto transport was made to read only; make it with writes=True.")
+        return self._kept(self._transport_of(peer).write(peer, pairs))
+
+    def progress(self) -> None:
+        for transport in self._registered.values():
+            transport.progress()
+
+    # What ipc needs beside the contract.
+
+    def offer(self, block_ids: Sequence[int], *, group: int = 0, after: int | None = None) -> None:
+        """As ``IpcTransport.offer``, where ipc is used."""
+        if (ipc := self._registered.get("ipc")) is not None:
+            ipc.offer(block_ids, group=group, after=after)  # type: ignore[attr-defined]
+
+    def withdraw(self, block_ids: Sequence[int]) -> None:
+        """As ``IpcTransport.withdraw``, where ipc is used."""
+        if (ipc := self._registered.get("ipc")) is not None:
+            ipc.withdraw(block_ids)  # type: ignore[attr-defined]
+
+    # State.
+
+    def describe_state(self) -> dict[str, Any]:
+        below = {name: transport.describe_state() for name, transport in self._registered.items()}
+        chosen = {c.peer.engine_id: {"transport": c.transport, "reason": c.reason} for c in self._choices.values()}
+        return {
+            "transport": self.name,
+            "registered": bool(self._registered),
+            "peers": sorted(self._choices),
+            "running": sum(int(state.get("running", 0)) for state in below.values()),
+            "chosen": chosen,
+            "unavailable": dict(self.unavailable),
+            "below": below,
+            **dict(self.counts),
+        }
+
+    def close(self, *, timeout_s: float = 5.0) -> None:
+        self._closed = True
+        for transport in self._made.values():
+            transport.close(timeout_s=timeout_s)
+        self._made, self._registered, self._choices = {}, {}, {}
+
+    # Parts.
+
+    def _usable(self, name: str, registered: Mapping[str, Transport]) -> Transport | None:
+        """The transport, made once; None, with the reason noted, where it is not to be used."""
+        if name not in self._makers:
+            return None
+        if name == "ucx" and "nixl" in registered:
+            self._is_unavailable(name, "nixl is used in its place", wanted=False)
+            return None
+        try:
+            transport = self._made.get(name) or self._makers[name]()
+        except (ConnectorError, DriverError, ImportError, OSError) as error:
+            self._is_unavailable(name, str(error))
+            return None
+        self._made[name] = transport
+        if self.can_write and not transport.can_write:
+            self._is_unavailable(name, "it cannot write", wanted=False)
+            return None
+        return transport
+
+    def _is_unavailable(self, name: str, reason: str, *, wanted: bool = True) -> None:
+        self.unavailable[name] = reason
+        if wanted:
+            self.counts[f"unavailable_{name}"] += 1
+            logger.warning("The %s transport cannot be used here: %s", name, reason)
+
+    def _transport_of(self, peer: EngineRef) -> Transport:
+        self._require_registered()
+        choice = self._choices.get(peer.engine_id)
+        if choice is None:
+            raise StaleGenerationError(f"engine {peer.engine_id!r} is not connected; handshake again.")
+        return self._registered[choice.transport]
+
+    def _kept(self, transfer: Transfer) -> Transfer:
+        self._transfers.add(transfer)
+        return transfer
+
+    def _require_registered(self) -> None:
+        if not self._registered:
+            raise StateError("no cache is registered with the auto transport; register() one first.")
+
+
+def _decode(metadata: bytes) -> _Own:
+    if len(metadata) > MAX_METADATA_NBYTES:
+        raise ProtocolError(f"a peer's metadata has {len(metadata)} bytes, more than {MAX_METADATA_NBYTES}.")
+    try:
+        return msgspec.msgpack.decode(metadata, type=_Own)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"a peer's metadata is not of the auto transport: {error}") from error
+
+
+def _listed(reasons: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {reason.rstrip('.')}" for name, reason in reasons.items() if reason)

@@ -1,0 +1,46 @@
+"""ucxx, or ucx-py where only that is importable: one asyncio interface with two names.
+
+ucx-py (`ucp`) was retired in favour of ucxx; its packages of 0.45 and later are stubs whose build needs a package that
+indexes do not have. Who has an old one installed can go on with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from pdkv.errors import TransportError
+
+
+def find_ucx() -> Any:
+    """The module.
+
+    Raises:
+        TransportError: neither is installed, or what is installed does not load.
+    """
+    problems = []
+    for name in ("ucxx", "ucp"):
+        try:
+            return importlib.import_module(name)
+        except Exception as error:  # a library that it needs may be missing or refuse to load, each in its own way
+            problems.append(f"{name}: {type(error).__name__}: {error}")
+    raise TransportError(f"the ucx transport needs ucxx; `pip install pdkv[ucx]` ({'; '.join(problems)}).")
+
+
+def start_ucx(ucx: Any, options: Mapping[str, str]) -> None:
+    """Initialise it for this process, such that waiting costs no CPU time. The environment's UCX_* come first."""
+    if ucx.__name__ == "ucxx":
+        how: dict[str, Any] = {"progress_mode": "thread", "enable_python_future": True}
+    else:
+        how = {"blocking_progress_mode": True}
+    ucx.init(dict(options), env_takes_precedence=True, **how)
+
+
+def describe_ucx(ucx: Any) -> dict[str, Any]:
+    """What is used below: the package and UCX's own version and transports."""
+    return {
+        "package": f"{ucx.__name__} {getattr(ucx, '__version__', '?')}",
+        "ucx_version": ".".join(str(part) for part in ucx.get_ucx_version()),
+        "ucx_transports": sorted(getattr(ucx, "get_active_transports", set)()),
+    }

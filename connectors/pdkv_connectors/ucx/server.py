@@ -1,0 +1,109 @@
+"""The end of UCX connections that serves a registered cache. For the loop's thread only."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+from collections import Counter
+from typing import Any
+
+from pdkv.errors import ProtocolError, StaleGenerationError
+from pdkv.transfer.messages import EngineRef
+from pdkv_connectors.ucx.link import Link
+from pdkv_connectors.ucx.memory import Memory
+from pdkv_connectors.ucx.wire import MAX_HELLO_NBYTES, Ask, Bye, End, Go, Hello, No, arrays_of
+
+logger = logging.getLogger(__name__)
+
+HELLO_S = 5.0
+MAX_ASKED = 64  # transfers of one peer at once; further ones wait on the wire
+
+
+class Server:
+    """Listens from :meth:`start` to :meth:`stop`; afterwards nothing touches the memory."""
+
+    def __init__(self, ucx: Any, memory: Memory, engine: EngineRef, counts: Counter[str]) -> None:
+        self.token = secrets.token_bytes(32)
+        self._ucx = ucx
+        self._memory = memory
+        self._engine = engine
+        self._counts = counts
+        self._links: dict[Link, asyncio.Task[Any]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listener: Any = None
+        self._stopping = False
+
+    async def start(self, port: int) -> int:
+        """Listen, on all of the machine's addresses: UCX knows nothing else. The port that it really is."""
+        self._listener = self._ucx.create_listener(self._connected, port)
+        return int(self._listener.port)
+
+    async def stop(self, reason: str) -> None:
+        """Say BYE, close all connections, and wait until nothing is under way any more."""
+        self._stopping = True
+        leaving = [asyncio.ensure_future(link.leave(reason, handler)) for link, handler in self._links.items()]
+        if leaving:
+            await asyncio.wait(leaving)
+        if under_way := [*self._tasks, *self._links.values()]:
+            await asyncio.wait(under_way)
+        if self._listener is not None:  # last: it does not let go of connections that it has accepted
+            self._listener.close()
+            self._listener = None
+
+    async def _connected(self, endpoint: Any) -> None:
+        link, handler = Link(endpoint), asyncio.current_task()
+        assert handler is not None
+        self._links[link] = handler
+        try:
+            if self._stopping:
+                return
+            await asyncio.wait_for(self._greet(link), HELLO_S)
+            await self._serve(link)
+        except Exception as error:
+            logger.debug("A UCX connection has ended: %s", error)
+        finally:
+            link.close("served")
+            del self._links[link]
+
+    async def _greet(self, link: Link) -> None:
+        hello = await link.receive(MAX_HELLO_NBYTES)
+        if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token, self.token):
+            self._counts["strangers"] += 1
+            logger.warning("A UCX connection was refused: it does not know this registration's token.")
+            raise ProtocolError("a UCX peer does not know the token.")
+        await link.send(Go(0))
+
+    async def _serve(self, link: Link) -> None:
+        room = asyncio.Semaphore(MAX_ASKED)
+        while True:
+            ask = await link.receive()
+            if isinstance(ask, Bye):
+                return
+            if not isinstance(ask, Ask):
+                raise ProtocolError("a UCX peer said what it cannot at this moment.")
+            await room.acquire()
+            task = asyncio.ensure_future(self._serve_one(link, ask))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(lambda _: room.release())
+
+    async def _serve_one(self, link: Link, ask: Ask) -> None:
+        try:
+            offsets, nbytes = arrays_of(ask)
+            if ask.server != self._engine:
+                raise StaleGenerationError(f"{ask.server} was asked, this is {self._engine}")
+            self._memory.require_committed(offsets, nbytes)
+        except (ProtocolError, StaleGenerationError) as error:
+            self._counts["asks_refused"] += 1
+            await link.send(No(ask.number, str(error)[:512]))
+            return
+        try:
+            await link.send(Go(ask.number))
+            move = link.send_bytes if ask.reads else link.receive_bytes
+            await move(ask.number, self._memory, offsets, nbytes)
+            await link.send(End(ask.number))
+            self._counts["served"] += 1
+        except Exception as error:
+            link.close(f"a transfer of the peer failed ({error})")

@@ -1,0 +1,183 @@
+"""Blocks over UCX's tagged messages, both ends taking part: READ (pull) and WRITE (push).
+
+A peer connects to the other's listener, shows the token of its registration, and asks for bytes by their place in the
+cache; the other end checks each range against its committed extents. A run of blocks that is contiguous on both sides
+is one message, short runs are packed into messages of some MiB. Everything happens in one thread of the process, so an
+engine need not make progress for its peers.
+
+Unlike NIXL's READ, memory is never touched without its owner: there is no registration that could go stale. Bytes are
+neither encrypted nor authenticated beyond the token, and the listener takes connections on all addresses of the
+machine: for networks whose machines trust each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+
+from pdkv.errors import PdkvError, ProtocolError, TransportError
+from pdkv.transfer.base import PostedTransfer, TransportBase
+from pdkv.transfer.blocks import BlockPair
+from pdkv.transfer.checks import Connection
+from pdkv.transfer.geometry import CacheGeometry
+from pdkv.transfer.messages import Digest, EngineRef
+from pdkv.transfer.runs import copies_for
+from pdkv.transfer.transport import TransferState
+from pdkv_connectors.ucx.api import describe_ucx
+from pdkv_connectors.ucx.link import AskingLink
+from pdkv_connectors.ucx.loop import UcxLoop
+from pdkv_connectors.ucx.memory import Memory
+from pdkv_connectors.ucx.server import Server
+from pdkv_connectors.ucx.wire import MAX_COPIES, Ask, Hello
+
+if TYPE_CHECKING:
+    from pdkv.kvcache import GrowableKVCache
+
+START_S = 10.0
+STOP_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UcxSettings:
+    """How peers reach this engine.
+
+    Attributes:
+        host: the address that peers connect to; of this machine, as they see it.
+        port: where to listen; 0 takes a free one.
+        options: UCX's settings without ``UCX_``, where the environment does not have them. They count for the process,
+            from its first transport on.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+class _Own(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The transport's part of the metadata."""
+
+    host: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    port: Annotated[int, msgspec.Meta(ge=1, le=65_535)]
+    token: Digest
+
+
+class UcxTransport(TransportBase[AskingLink]):
+    """See the module's docstring."""
+
+    name = "ucx"
+
+    def __init__(self, settings: UcxSettings | None = None) -> None:
+        super().__init__()
+        self.settings = settings or UcxSettings()
+        self._loop = UcxLoop.shared(self.settings.options)
+        self._server: Server | None = None
+        self._memory: Memory | None = None
+        self._port = 0
+
+    def describe_state(self) -> dict[str, Any]:
+        return {**super().describe_state(), "port": self._port or None, **describe_ucx(self._loop.ucx)}
+
+    # Registration.
+
+    def _do_register(self, cache: GrowableKVCache, geometry: CacheGeometry, engine: EngineRef) -> None:
+        self._memory = Memory(cache, geometry.extents())
+        server = Server(self._loop.ucx, self._memory, engine, self.counts)
+        try:
+            self._port = self._loop.run(server.start(self.settings.port), START_S)
+        except PdkvError:
+            self._memory = None
+            raise
+        self._server = server
+
+    def _do_unregister(self) -> None:
+        server, self._server, self._memory, self._port = self._server, None, None, 0
+        if server is not None:
+            self._loop.run(server.stop("the peer has unregistered its cache"), STOP_S)
+
+    def _do_stop(self, timeout_s: float) -> None:
+        """Close the connections; then nothing of a transfer is in flight."""
+        futures = [transfer.future for transfer in self._running if isinstance(transfer, _UcxTransfer)]
+        for connection in (*self._connections.all(), *self._leaving):
+            self._loop.spawn(_closed(connection.link))
+        concurrent.futures.wait(futures, timeout_s)
+
+    # Peers.
+
+    def _do_describe(self) -> bytes:
+        if self._server is None:
+            raise TransportError("the UCX listener is gone; register() again.")
+        return msgspec.msgpack.encode(_Own(self.settings.host, self._port, self._server.token))
+
+    def _do_connect(self, peer: EngineRef, geometry: CacheGeometry, own: bytes, timeout_s: float) -> AskingLink:
+        try:
+            found = msgspec.msgpack.decode(own, type=_Own)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"a peer's UCX metadata is not valid: {error}") from error
+        return self._loop.run(self._open(found), timeout_s)
+
+    async def _open(self, own: _Own) -> AskingLink:
+        link = AskingLink(await self._loop.ucx.create_endpoint(own.host, own.port))
+        try:
+            await link.send(Hello(own.token))
+            await link.greeted()
+        except BaseException:
+            link.close("HELLO was not answered")
+            raise
+        return link
+
+    def _do_disconnect(self, connection: Connection[AskingLink]) -> None:
+        self._loop.spawn(connection.link.disconnect())
+
+    # Transfers.
+
+    def _do_post(
+        self, connection: Connection[AskingLink], pairs: Sequence[BlockPair], *, reads: bool
+    ) -> PostedTransfer:
+        link, memory = connection.link, self._memory
+        if link.closed is not None or memory is None:
+            raise TransportError(f"the UCX connection to the peer is closed: {link.closed}; handshake again.")
+        ours, theirs = self._require_registered()[1], connection.geometry
+        copies = copies_for(theirs, ours, pairs) if reads else copies_for(ours, theirs, pairs)
+        if len(copies) > MAX_COPIES:
+            raise TransportError(f"a transfer takes {len(copies)} copies, {MAX_COPIES} are the most; split it.")
+        here, there = (copies.destination, copies.source) if reads else (copies.source, copies.destination)
+        offsets, nbytes = (array.astype("<i8").tobytes() for array in (there, copies.nbytes))
+        ask = Ask(0, connection.peer, reads, offsets, nbytes)
+        work = link.transfer(ask, memory, here, copies.nbytes)
+        return _UcxTransfer(self, connection, copies.total_nbytes, self._loop, work)
+
+
+class _UcxTransfer(PostedTransfer):
+    """A task of the loop."""
+
+    def __init__(
+        self,
+        transport: UcxTransport,
+        connection: Connection[AskingLink],
+        nbytes: int,
+        loop: UcxLoop,
+        work: Coroutine[Any, Any, None],
+    ) -> None:
+        super().__init__(transport, connection, nbytes)
+        self.future = loop.spawn(work)
+
+    def _look(self) -> TransferState:
+        if not self.future.done():
+            return TransferState.RUNNING
+        with contextlib.suppress(concurrent.futures.CancelledError, asyncio.CancelledError):
+            error = self.future.exception()
+            if error is None:
+                return TransferState.DONE
+            self.reason = str(error) or type(error).__name__
+        self.reason = self.reason or "the transport was closed under the transfer"
+        return TransferState.FAILED
+
+
+async def _closed(link: AskingLink) -> None:
+    link.close("the transport was closed")

@@ -1,0 +1,168 @@
+"""`auto` takes the best transport that works with each peer, and says which and why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import pytest
+
+import pdkv
+from pdkv.errors import ProtocolError, StateError, TransferTimeoutError, TransportError
+from pdkv.testing import TRANSPORT_CHECKS, TransportBench, run_transport_check
+from pdkv.transfer.blocks import BlockPair
+from pdkv.transfer.inproc import InprocTransport
+from pdkv.transfer.messages import EngineRef
+from pdkv.transfer.transport import TransferState, Transport
+from pdkv_connectors.auto import AutoTransport
+
+pytestmark = pytest.mark.cpu
+
+P, D = EngineRef("P", 1), EngineRef("D", 1)
+PAIRS = [BlockPair(0, 1, 2)]
+
+
+def named(transport: str, *, writes: bool = True, fails: Exception | None = None) -> Callable[[], Transport]:
+    """An in-process transport in the place of another one; `fails` when it connects."""
+
+    class Named(InprocTransport):
+        name = transport
+        can_write = writes
+
+        def connect(self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0) -> None:
+            if fails is not None:
+                raise fails
+            super().connect(peer, metadata, timeout_s=timeout_s)
+
+    return Named
+
+
+def unusable() -> Transport:
+    raise TransportError("there is no such library")
+
+
+ALL = {"ipc": named("ipc", writes=False), "nixl": named("nixl"), "ucx": named("ucx")}
+
+
+@pytest.fixture
+def caches() -> Iterator[tuple[pdkv.GrowableKVCache, pdkv.GrowableKVCache]]:
+    spec = pdkv.AttentionSpec(num_kv_heads=2, block_size=4, head_size=8, dtype="float32")
+    config = pdkv.KVCacheConfig.uniform(["layer"], spec, num_blocks=8, layout=pdkv.KVCacheLayout.LBNHC)
+    driver = pdkv.open_driver("host", granule=4096)
+    with pdkv.GrowableKVCache(config, driver) as source, pdkv.GrowableKVCache(config, driver) as destination:
+        source.commit(8)
+        destination.commit(8)
+        yield source, destination
+
+
+Caches = tuple[pdkv.GrowableKVCache, pdkv.GrowableKVCache]
+
+
+def met(caches: Caches, prefill: AutoTransport, decode: AutoTransport) -> dict[str, Any]:
+    """Let D connect to P and read a block; what D chose."""
+    prefill.register(caches[0], P)
+    decode.register(caches[1], D)
+    decode.connect(P, prefill.describe())
+    assert decode.read(P, PAIRS).wait(10) is TransferState.DONE
+    chosen: dict[str, Any] = decode.describe_state()["chosen"]["P"]
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[TransportBench]:
+    with TransportBench(lambda: AutoTransport({"nixl": named("nixl")})) as bench:
+        yield bench
+
+
+@pytest.mark.parametrize("rule", TRANSPORT_CHECKS)
+def test_auto_keeps_to_the_rule(bench: TransportBench, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AutoTransport, "converts", False)  # without ipc it does not
+    run_transport_check(rule, bench)
+
+
+def test_ipc_is_taken_on_the_same_host(caches: Caches, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        chosen = met(caches, AutoTransport(ALL), AutoTransport(ALL))
+    assert chosen == {"transport": "ipc", "reason": "the peer is on this host"}
+    assert "Peer P is reached by ipc" in caplog.text
+
+
+def test_nixl_is_taken_between_hosts_and_ucx_is_not_even_registered(caches: Caches) -> None:
+    decode = AutoTransport(ALL, host="another")
+    chosen = met(caches, AutoTransport(ALL), decode)
+    assert chosen == {"transport": "nixl", "reason": "ipc: the peer is on another host"}
+    state = decode.describe_state()
+    assert state["unavailable"] == {"ucx": "nixl is used in its place"}
+    assert state["chosen_nixl"] == 1
+    assert "fallbacks" not in state
+
+
+@pytest.mark.parametrize("makers", [{**ALL, "nixl": unusable}, {name: ALL[name] for name in ("ipc", "ucx")}])
+def test_ucx_is_taken_where_there_is_no_nixl(caches: Caches, makers: Mapping[str, Any]) -> None:
+    chosen = met(caches, AutoTransport(makers), AutoTransport(makers, host="another"))
+    assert chosen["transport"] == "ucx"
+    assert "ipc: the peer is on another host; nixl: " in chosen["reason"]
+
+
+@pytest.mark.parametrize("error", [TransportError("no socket"), TransferTimeoutError("silence")])
+def test_I13_a_transport_that_should_work_and_does_not_is_counted_and_logged(
+    caches: Caches, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    decode = AutoTransport({**ALL, "ipc": named("ipc", fails=error)})
+    chosen = met(caches, AutoTransport(ALL), decode)
+    assert chosen == {"transport": "nixl", "reason": f"ipc: {error}"}
+    assert decode.describe_state()["fallbacks"] == 1
+    assert f"Peer P cannot be reached by ipc: {error}" in caplog.text
+
+
+def test_what_cannot_write_is_not_taken_for_push(caches: Caches) -> None:
+    prefill, decode = AutoTransport(ALL), AutoTransport(ALL, writes=True)
+    assert met(caches, prefill, decode) == {"transport": "nixl", "reason": "ipc: it cannot write"}
+    assert decode.write(P, PAIRS).wait(10) is TransferState.DONE
+    with pytest.raises(TransportError, match="writes=True"):
+        AutoTransport(ALL).write(P, PAIRS)
+
+
+def test_engines_without_a_transport_in_common_are_told_what_each_has(caches: Caches) -> None:
+    prefill, decode = AutoTransport({"nixl": ALL["nixl"]}), AutoTransport({"ucx": ALL["ucx"]})
+    with pytest.raises(TransportError, match="nixl: it is not wanted here; ucx: the peer does not have it"):
+        met(caches, prefill, decode)
+
+
+def test_where_nothing_can_be_used_registering_fails_and_says_why(caches: Caches) -> None:
+    transport = AutoTransport({"nixl": unusable, "ucx": unusable})
+    with pytest.raises(TransportError, match="nixl: there is no such library; ucx: there is no such library"):
+        transport.register(caches[0], P)
+    with pytest.raises(StateError):
+        transport.describe()
+
+
+def test_a_peer_that_comes_back_on_another_transport_is_left_on_the_old_one(caches: Caches) -> None:
+    prefill, decode = AutoTransport(ALL), AutoTransport(ALL)
+    met(caches, prefill, decode)
+    prefill.unregister()
+    prefill = AutoTransport({"nixl": ALL["nixl"]})
+    prefill.register(caches[0], EngineRef("P", 2))
+    decode.connect(EngineRef("P", 2), prefill.describe())
+    state = decode.describe_state()
+    assert state["chosen"]["P"]["transport"] == "nixl"
+    assert state["below"]["ipc"]["peers"] == []
+    decode.disconnect("P")
+    assert decode.describe_state()["peers"] == []
+
+
+@pytest.mark.parametrize("metadata", [b"", b"\xc1", msgspec.msgpack.encode(["host", {"nixl": 5}])])
+def test_what_is_no_description_is_refused(caches: Caches, metadata: bytes) -> None:
+    transport = AutoTransport(ALL)
+    transport.register(caches[1], D)
+    with pytest.raises(ProtocolError):
+        transport.connect(P, metadata)
+
+
+def test_the_real_transports_between_two_processes_choose_ipc(tmp_path: Any) -> None:
+    pytest.importorskip("nixl", reason="NIXL is not installed; make test installs it")
+    with TransportBench("pdkv_connectors.auto:AutoTransport", processes=2) as bench:
+        run_transport_check("moves_exactly_the_named_blocks", bench)
+        run_transport_check("unregister_is_a_fence", bench)
