@@ -147,6 +147,11 @@ def _add_cache_options(g: argparse._ArgumentGroup) -> None:
     g.add_argument("--admission-blocks", type=int, metavar="N",
                    help="decode: blocks of their prompts (default: all)")  # fmt: skip
     g.add_argument("--dtype", help="as vLLM's, e.g. float32")
+    g.add_argument(
+        "--enable-sleep",
+        action="store_true",
+        help="serve /sleep and /wake_up (vLLM's development endpoints: do not let strangers reach the port)",
+    )
     g.add_argument("--cpus", help="CPU list of the engine, e.g. 0-3 (role pd shares all out by default)")
 
 

@@ -62,6 +62,8 @@ STOCK_NIXL = ConnectorEntry(
 #: What vLLM's attention backends take, in tokens: CPU_ATTN multiples of 32, those of CUDA multiples of 16. vLLM itself
 #: would start all the same and split or round blocks where the peer does not.
 _BLOCK_MULTIPLES = {"cpu": 32, "cuda": 16}
+#: Answers /sleep with 409 where blocks are held, and requests for tokens with 503 while the engine is asleep.
+SLEEP_MIDDLEWARE = "pdkv_connectors.vllm.sleep_http.SleepAnswers"
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _PDKV_VARIABLES = {
     "PDKV_CAPACITY_BLOCKS": "capacity_blocks",
@@ -146,6 +148,10 @@ def engine_command(engine: EngineSettings, connector: ConnectorEntry | None, sta
         argv.append("--enforce-eager")  # compiling on the CPU needs a C++ compiler and minutes
     if engine.kind == "pdkv":
         argv += ["--worker-cls", WORKER_CLASSES[engine.device], "--middleware", _MIDDLEWARES[engine.role]]
+    if engine.enable_sleep:
+        argv += ["--middleware", SLEEP_MIDDLEWARE]
+        if engine.device == "cuda":
+            argv += ["--enable-sleep-mode", "--sleep-mode-backend", "pdkv"]
     for flag, value in (
         ("--kv-cache-memory-bytes", engine.kv_bytes),
         ("--block-size", engine.block_size),
@@ -208,6 +214,9 @@ def _engine_environment(engine: EngineSettings, status_dir: Path | None) -> tupl
     for variable, name in _PDKV_VARIABLES.items():
         if (value := getattr(engine, name)) is not None:
             env[variable] = str(value)
+    if engine.enable_sleep:
+        env["PDKV_SLEEP"] = "1"
+        env["VLLM_SERVER_DEV_MODE"] = "1"  # without it vLLM has no /sleep
     if status_dir is not None:
         env["PDKV_STATUS_DIR"] = str(status_dir)
     return env, tuple(unset)

@@ -62,6 +62,8 @@ class EngineSettings:
         admission_requests, admission_blocks: decode lets so many requests wait for KV from prefill, and so many blocks
             of their prompts, and answers 503 beyond; None is as many as run at once, and all blocks.
         connector_config: settings of the connector itself, vLLM's ``kv_connector_extra_config``.
+        enable_sleep: let the engine be put to sleep over HTTP, by vLLM's ``/sleep`` and ``/wake_up``; vLLM serves them
+            only beside its other development endpoints, so keep the port to yourself. Kind ``pdkv`` only.
         cpus: CPU list for OpenMP as vLLM's ``VLLM_CPU_OMP_THREADS_BIND`` takes it (``"0"``, ``"0-3"``, ``"nobind"``).
         extra_args: passed to vLLM unchanged, after all others.
         extra_env: set in the engine's environment, over all others.
@@ -91,6 +93,7 @@ class EngineSettings:
     admission_blocks: int | None = None
     dtype: str | None = None
     connector_config: Mapping[str, Any] = field(default_factory=dict)
+    enable_sleep: bool = False
     cpus: str | None = None
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
@@ -117,6 +120,11 @@ class EngineSettings:
         require_host("host", self.host)
         require_port("port", self.port)
         require_port("side-channel-port", self.side_channel_port)
+        if not isinstance(self.enable_sleep, bool) or (self.enable_sleep and self.kind != "pdkv"):
+            raise ConfigError(
+                f"enable-sleep {self.enable_sleep!r} does not go with kind {self.kind!r}; it is true or false, and for "
+                "kind 'pdkv'."
+            )
         self._check_sizes()
         if self.side_channel_host is None and self.role != "aggregated" and is_wildcard(self.host):
             raise ConfigError(

@@ -14,6 +14,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from pdkv.errors import OutOfMemoryError
+from pdkv.kvcache.sizing_constants import SizingConstants
 from pdkv.lifecycle.contracts import SleepsWithPeers
 from pdkv.lifecycle.sleeping import let_go, take_back
 from pdkv.lifecycle.states import State, machine_of
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Times the largest layer that loading may need: the new weights as they arrive, and once more in the kernel's format.
-WEIGHT_UPDATE_FACTOR = 2.0
+#: Times the largest layer that loading may need; its source is with the other constants of sizing.
+WEIGHT_UPDATE_FACTOR = SizingConstants().weight_update_factor
 
 
 @dataclass(frozen=True, slots=True)

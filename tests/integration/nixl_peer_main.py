@@ -151,6 +151,27 @@ class Peer:
         offsets = [part.address - address for part in parts]
         return self._transfer("READ", peer, [(o, p.address, p.nbytes) for o, p in zip(offsets, parts, strict=True)])
 
+    def do_meet(self, metadata: str, forget: str | None) -> str:
+        """Drop one agent and know another one; its name."""
+        if forget is not None:
+            self.agent.remove_remote_agent(forget)
+        name = self.agent.add_remote_agent(bytes.fromhex(metadata))
+        return name.decode() if isinstance(name, bytes) else name
+
+    def do_move(self, peer: str, pages: list[list[int]], value: int | None) -> str:
+        """Read pages ``[address, nbytes]`` of the peer, as hex; with a `value`, write them, every byte of it."""
+        nbytes = sum(page[1] for page in pages)
+        if self.buffer.nbytes < nbytes:
+            self.buffer = np.zeros(nbytes, np.uint8)
+            self.agent.register_memory([(self.buffer.ctypes.data, nbytes, 0, "")], mem_type="DRAM")
+        self.buffer[:] = 0 if value is None else value
+        offsets = np.cumsum([0, *(page[1] for page in pages)])[:-1]
+        descriptors = [(int(offset), *page) for offset, page in zip(offsets, pages, strict=True)]
+        state = self._transfer("READ" if value is None else "WRITE", peer, descriptors)
+        if state != "DONE":
+            raise RuntimeError(f"the transfer ended as {state}")
+        return self.buffer[:nbytes].tobytes().hex()
+
     # Helpers
 
     @property

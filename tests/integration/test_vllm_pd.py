@@ -140,9 +140,9 @@ def test_a_request_without_remote_prefill_is_no_remote_hit(engines: tuple[Engine
     assert after["remote_prefill_hits"] == before["remote_prefill_hits"]
 
 
-def test_an_engine_that_cannot_sleep_says_so_and_serves_on(
+def test_an_engine_that_was_not_started_to_sleep_says_so_and_serves_on(
     engines: tuple[EngineProcess, EngineProcess], reference: list[list[int]]
 ) -> None:
     prefill, decode = engines
-    assert "cannot sleep yet" in prefill.ask("sleep")
+    assert "was not started to sleep" in prefill.ask("sleep")
     assert run_pd(prefill, decode, PROMPTS[:2]) == reference[:2]

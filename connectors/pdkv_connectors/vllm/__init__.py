@@ -12,6 +12,7 @@
 ``measure``         how many blocks fit beside what warmup really used
 ``rebind``          committed views in place of capacity views
 ``utilization``     which share of a card was asked for, and who else is on it
+``capacity``        how much address space a worker reserves, and whether its cache can grow at all
 ``growth``          the order of the above, shared by all workers
 ``agree``           the engine core's half: one block count for all ranks, the scheduler and the handshake
 ``report``          what a worker writes of its cache into its status file
@@ -33,6 +34,14 @@
 ``block_transfers`` READs and WRITEs of block pairs by the stock worker's descriptors
 ``control``         the side channel between pdkv's engines
 ``stock_peers``     peers that run stock vLLM
+``sleep``           the worker's half of sleep, wake and weight updates
+``sleep_backend``   the same on CUDA, for ``--sleep-mode-backend pdkv``
+``sleep_engine``    the engine core's half: the gate in front of vLLM's own calls
+``sleep_http``      sleep over HTTP, a middleware of the API server
+``held``            a refusal with its holders, between processes
+``facade_sleep``    the connector's half: the agent that goes, and the one that comes
+``agent``           the end of a NIXL agent, as a fence
+``serving``         the handshake, replaced and withdrawn; stock peers of push
 ``status``          JSON files for the launcher
 ``waiting``         which requests wait on decode for KV: the scheduler tells the API server
 ``http``            admission on decode, a middleware of the API server

@@ -48,3 +48,17 @@ class GrowableCPUWorker(GrowableWorker, CPUWorker):
 
     def rebind(self, config: Any, views: dict[str, Any]) -> None:
         rebind.rebind_v1(self.model_runner, config, views)
+
+    # Stock sleep of the CPU worker is a line in the log. Weights stay in memory here too: a host has no other place for
+    # them, so that the tag "weights" has nothing to release and nothing to load, at any level.
+
+    def sleep(self, level: int = 1) -> None:
+        self.put_cache_to_sleep()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        if tags is None or "kv_cache" in tags:
+            self.wake_cache()
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        if "kv_cache" in tags:
+            self.put_cache_to_sleep()

@@ -107,6 +107,21 @@ class WorkerEnds:
             self._transfers.forget()
             yield
 
+    def holders(self) -> tuple[str, ...]:
+        """Requests whose blocks a peer may still read or write."""
+        with self._lock:
+            return tuple(name for endpoint in self._endpoints for name in endpoint.holders())
+
+    def sleep(self) -> None:
+        """Refuse peers until :meth:`attach`, which wakes. Does nothing where they are refused already.
+
+        Raises:
+            StateError: blocks are held; the message says by whom.
+        """
+        with self._lock:
+            if self._prefill is not None and not self._prefill.endpoint.asleep:
+                self._prefill.endpoint.sleep()
+
     def attach(self, worker: Any, descriptor: Descriptor, generation: int) -> None:
         """A new stock worker is registered, as `generation`: no transfer of the old agent goes on."""
         with self._lock:
@@ -116,7 +131,10 @@ class WorkerEnds:
             for side in (self._prefill, self._decode):
                 if side is not None:
                     side.attach(worker)
-                    side.endpoint.agent_rebuilt(generation, descriptor)
+                    if side is self._prefill and side.endpoint.asleep:
+                        side.endpoint.wake(generation, descriptor)
+                    else:
+                        side.endpoint.agent_rebuilt(generation, descriptor)
             self._act()
 
     def published(self, rank: tuple[int, int], payload: Any) -> None:

@@ -16,12 +16,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBase
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.logger import init_logger
 
-from pdkv.errors import ConnectorError, SeamError, StateError
+from pdkv.errors import ConnectorError, SeamError
 from pdkv.transfer.blocks import block_ids
 from pdkv_connectors.vllm import patches, report
-from pdkv_connectors.vllm.agent import destroy_worker
 from pdkv_connectors.vllm.ends_events import events_of
 from pdkv_connectors.vllm.facade_ends import EndsConnector
+from pdkv_connectors.vllm.facade_sleep import SleepingConnector
 from pdkv_connectors.vllm.guard import GuardedAgent
 from pdkv_connectors.vllm.settings import EngineSettings
 
@@ -31,14 +31,13 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from pdkv import kvcache
-    from pdkv.kvcache import GrowableKVCache
     from pdkv_connectors.vllm.growth import GrowableWorker
     from pdkv_connectors.vllm.status import StatusFile
 
 logger = init_logger(f"vllm.{__name__}")
 
 
-class LateConnector(EndsConnector, NixlBaseConnector):
+class LateConnector(SleepingConnector, EndsConnector, NixlBaseConnector):
     """A stock NIXL connector whose worker side is built by :meth:`build`.
 
     Subclasses mix in a stock connector class and say by `make_worker` what :meth:`build` builds, and by
@@ -67,8 +66,8 @@ class LateConnector(EndsConnector, NixlBaseConnector):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """No: vLLM refuses sleep mode at the start then, and not when somebody relies on it (asked by 0.33)."""
-        return False
+        """Asked by 0.33 at the start. As the stock pull connector: its sleep-mode agent is one of UCX."""
+        return bool(kv_transfer_config.get_from_extra_config("backends", ["UCX"]) == ["UCX"])
 
     @classmethod
     def make_scheduler(cls, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> Any:
@@ -95,26 +94,19 @@ class LateConnector(EndsConnector, NixlBaseConnector):
         """
         if self._worker is not None:
             raise SeamError("the KV connector is built already; the stock NIXL worker can register once only.")
-        with patches.quiet_nixl_agent():
-            worker = self.make_worker(self._vllm_config, self.engine_id, config)
+        self.kv_cache_config, self._views = config, views
+        self._worker = self.make_stock_worker()
+
+    def make_stock_worker(self) -> Any:
+        """A stock worker for the final config; see :meth:`build`, and `SleepingConnector`, which builds it anew."""
+        with set_current_vllm_config(self._vllm_config), patches.quiet_nixl_agent():
+            worker = self.make_worker(self._vllm_config, self.engine_id, self.kv_cache_config)
         if not hasattr(worker, "nixl_wrapper"):
             raise SeamError(
                 f"{type(worker).__name__} has no attribute nixl_wrapper to guard; this vLLM version needs a change in "
                 "pdkv_connectors/vllm/facade.py."
             )
-        self.kv_cache_config, self._views, self._worker = config, views, worker
-
-    def register_kv_cache(self, cache: GrowableKVCache) -> None:
-        """Register the committed views; from here on the connector is live.
-
-        Raises:
-            ExtentError: a range to be registered is not committed, or crosses a chunk. NIXL has not seen it.
-            StateError: called before :meth:`build`.
-        """
-        if self._worker is None:
-            raise StateError("the KV connector is not built yet; call build() before register_kv_cache().")
-        self._worker.nixl_wrapper = GuardedAgent(self._worker.nixl_wrapper, cache)
-        self._register()
+        return worker
 
     def finish_fixed(self, status: StatusFile) -> None:
         """Build and register over a cache that vLLM allocated whole: all of it has memory, so nothing is guarded."""
@@ -131,24 +123,13 @@ class LateConnector(EndsConnector, NixlBaseConnector):
                 "PDKV_CORRUPT_RECEIVED_KV is set: each KV block that arrives is zeroed. Never serve with it."
             )
 
-    def unregister_kv_cache(self) -> None:
-        """Destroy the stock worker and its agent, which drops its registrations. Idempotent.
-
-        Raises:
-            TransportError: the agent could not be destroyed; it counts as registered still.
-        """
-        if self._worker is not None:
-            destroy_worker(self._worker)
-        self._worker = self.connector_worker = None
-
     def rebuild_agent(self, reason: str) -> None:
         logger.warning("pdkv: building the NIXL agent anew: %s", reason)
         assert self._ends is not None
         cache = self._worker.nixl_wrapper.cache if isinstance(self._worker.nixl_wrapper, GuardedAgent) else None
         with self._ends.without_agent():
-            self.unregister_kv_cache()
-            with set_current_vllm_config(self._vllm_config):
-                self.build(self.kv_cache_config, self._views)
+            self._destroy_worker()
+            self.build(self.kv_cache_config, self._views)
             if cache is not None:
                 self.register_kv_cache(cache)
             else:
@@ -228,6 +209,5 @@ class BuildLate:
 
     def __call__(self, config: kvcache.KVCacheConfig) -> LateConnector:
         self.connector.report_to(report.status_file(self._worker))
-        with set_current_vllm_config(self._worker.vllm_config):
-            self.connector.build(self._worker.committed_config, self._worker.committed_views)
+        self.connector.build(self._worker.committed_config, self._worker.committed_views)
         return self.connector

@@ -13,16 +13,19 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import request_memory
 
 import pdkv
-from pdkv.errors import ConnectorError
+from pdkv.errors import ConfigError, ConnectorError
 from pdkv.kvcache.sizing import MemoryReading, resolve_utilization
 from pdkv.kvcache.torch_allocator import cap_torch_allocator, read_torch, start_warmup_reading
 from pdkv_connectors.nixl import probe
 from pdkv_connectors.nixl.settings import SLOW_DEVICE_GBPS
-from pdkv_connectors.vllm import rebind
+from pdkv_connectors.vllm import rebind, sleep_backend
 from pdkv_connectors.vllm.growth import GrowableWorker
+from pdkv_connectors.vllm.patches import SLEEP_BACKEND
 from pdkv_connectors.vllm.utilization import given_utilization, processes_beside
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
     from pdkv.kvcache import GrowableKVCache
     from pdkv.memory import MemoryDriver
 
@@ -33,6 +36,21 @@ class GrowableGPUWorker(GrowableWorker, Worker):
     """Stock CUDA worker with model runner V1 or V2; memory from the CUDA driver."""
 
     platform = "cuda"
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        """As the stock worker.
+
+        Raises:
+            ConfigError: sleep mode with a backend that would leave the KV cache in memory, and registered.
+        """
+        model = vllm_config.model_config
+        if model.enable_sleep_mode and model.sleep_mode_backend != SLEEP_BACKEND:
+            raise ConfigError(
+                f"the sleep backend {model.sleep_mode_backend!r} does not know the growable KV cache; add "
+                f"--sleep-mode-backend {SLEEP_BACKEND}."
+            )
+        super().__init__(vllm_config, *args, **kwargs)
+        sleep_backend.bind(self)
 
     def init_device(self) -> None:
         """The stock worker's, and after it the share of the card by which pdkv sizes.

@@ -24,25 +24,23 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.parallel_state import get_world_group
 from vllm.logger import init_logger
 
 from pdkv import lifecycle, locks
-from pdkv.errors import ConnectorError, SeamError, StateError
+from pdkv.errors import SeamError, StateError
 from pdkv.kvcache import GrowableKVCache
-from pdkv.kvcache.ranks import minimum_over
 from pdkv.kvcache.sizing import (
     MemoryReading,
     SizingConstants,
     committable_blocks,
     decide_final_blocks,
-    require_room_for_one_request,
 )
 from pdkv_connectors.vllm import compat, rebind, report, warmup
 from pdkv_connectors.vllm.backing import ServeFromReservation
-from pdkv_connectors.vllm.placement import to_pdkv, why_not_growable, with_placements
+from pdkv_connectors.vllm.capacity import CapacityWorker
+from pdkv_connectors.vllm.placement import to_pdkv, with_placements
 from pdkv_connectors.vllm.settings import EngineSettings
+from pdkv_connectors.vllm.sleep import SleepingWorker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,7 +48,7 @@ if TYPE_CHECKING:
 
     import torch
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from pdkv import kvcache
     from pdkv.memory import MemoryDriver
@@ -59,11 +57,10 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")
 
 
-class GrowableWorker:
+class GrowableWorker(CapacityWorker, SleepingWorker):
     """Mixed in before a stock vLLM worker class. See the module's docstring for the order of calls."""
 
-    #: Name of the platform in `compat.SUPPORTED`.
-    platform: str
+    platform: str  # in `compat.SUPPORTED`
 
     # From the stock worker.
     vllm_config: VllmConfig
@@ -76,6 +73,7 @@ class GrowableWorker:
     # Set by growth.
     committed_config: KVCacheConfig
     committed_views: dict[str, torch.Tensor]
+    extended_facts: dict[str, Any]
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         compat.check(self.platform, with_connector=vllm_config.kv_transfer_config is not None)
@@ -105,10 +103,6 @@ class GrowableWorker:
 
     # What differs by device.
 
-    def open_driver(self) -> MemoryDriver:
-        """The memory driver of this worker's device."""
-        raise NotImplementedError
-
     #: Whether the real forward comes before the stock warmup, which captures graphs.
     real_warmup_first: bool = True
 
@@ -128,9 +122,6 @@ class GrowableWorker:
         """What a front end that decodes media on this device takes; kept out of the KV cache."""
         return 0
 
-    def use_fixed_utilization(self) -> None:
-        """The cache cannot grow: where no memory utilization was given, take the one that suits a fixed cache."""
-
     def cap_allocator(self) -> None:
         """Called when the cache has the size that was measured: leave memory to what allocates beside torch."""
 
@@ -140,67 +131,6 @@ class GrowableWorker:
 
     def check_bandwidth(self, cache: GrowableKVCache, agent: Any) -> None:
         """Called once the connector's memory is registered: warn if peers would read it slowly."""
-
-    # Capacity.
-
-    def determine_available_memory(self) -> int:
-        """Bytes to reserve, not bytes to use: the engine core turns them into the capacity in blocks.
-
-        Raises:
-            CapacityError: the capacity asked for is too small for one request of `max_model_len` tokens.
-        """
-        # Not `constants.log()`: vLLM shows no other logger than its own below warnings.
-        logger.info("pdkv: sizing constants: %s", self.constants.describe())
-        self._require_late_connector()
-        specs = self.model_runner.get_kv_cache_spec()
-        self.fixed_because = self._why_fixed(specs)
-        if self.fixed_because is not None:
-            logger.warning("pdkv: the KV cache stays fixed, as without pdkv: %s", self.fixed_because)
-            self.use_fixed_utilization()
-            return int(super().determine_available_memory())  # type: ignore[misc]
-        return self._capacity_bytes(list(specs.values()))
-
-    def _why_fixed(self, specs: dict[str, KVCacheSpec]) -> str | None:
-        """The ranks agree on it: with pipeline parallelism one stage may hold the one layer that cannot grow."""
-        driver = self.open_driver()
-        reason = why_not_growable(self.vllm_config, specs, driver.granule)
-        driver.close()
-        if self.agree_minimum(int(reason is None)):
-            return None
-        return reason or "another rank has layers whose cache cannot grow; its log says which."
-
-    @staticmethod
-    def agree_minimum(value: int) -> int:
-        """The minimum of `value` over all ranks of the engine, over vLLM's CPU group. Every rank calls it."""
-        world = get_world_group()
-        return value if world.world_size == 1 else minimum_over(world.cpu_group)(value)
-
-    def _capacity_bytes(self, specs: list[KVCacheSpec]) -> int:
-        self._first_pass_bytes = super().determine_available_memory()  # type: ignore[misc]
-        bytes_per_block = sum(spec.page_size_bytes for spec in specs)
-        if self.settings.capacity_blocks is None:
-            driver = self.open_driver()
-            capacity = max(self._first_pass_bytes, driver.memory_info().total)
-            driver.close()
-            return int(capacity)
-        require_room_for_one_request(
-            self.settings.capacity_blocks, specs[0].block_size, self.model_config.max_model_len,
-            bytes_per_block=bytes_per_block,
-        )  # fmt: skip
-        return self.settings.capacity_blocks * bytes_per_block
-
-    def _require_late_connector(self) -> None:
-        transfer = self.vllm_config.kv_transfer_config
-        if transfer is None:
-            return
-        from pdkv_connectors.vllm.facade import LateConnector
-
-        connector = KVConnectorFactory.get_connector_class(transfer)
-        if not issubclass(connector, LateConnector):
-            raise ConnectorError(
-                f"{connector.__name__} registers the KV cache before it has grown, addresses without memory included; "
-                "use PdkvNixlPullConnector from pdkv_connectors.vllm.nixl, or vLLM's own worker class."
-            )
 
     # Reservation and warmup.
 

@@ -20,7 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import Nix
 from pdkv_connectors.vllm.accounting import CountingScheduler
 from pdkv_connectors.vllm.ends_scheduler import EndsScheduler
 from pdkv_connectors.vllm.facade import LateConnector
-from pdkv_connectors.vllm.nixl_workers import EndsPullWorker, EndsPushWorker
+from pdkv_connectors.vllm.nixl_workers import EndsPullWorker
+from pdkv_connectors.vllm.serving import ServingScheduler, SleepingPushWorker
 from pdkv_connectors.vllm.waiting import PublishingScheduler
 
 if TYPE_CHECKING:
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-class PdkvPullScheduler(PublishingScheduler, CountingScheduler, EndsScheduler, NixlPullConnectorScheduler):
+class PdkvPullScheduler(
+    PublishingScheduler, CountingScheduler, EndsScheduler, ServingScheduler, NixlPullConnectorScheduler
+):
     """Stock pull with pdkv's ends, a count of what was loaded and what computed again, and of who waits."""
 
 
@@ -46,7 +49,9 @@ class PdkvNixlPullConnector(LateConnector, NixlPullConnector):
         return EndsPullWorker(vllm_config, engine_id, kv_cache_config)
 
 
-class PdkvPushScheduler(PublishingScheduler, CountingScheduler, EndsScheduler, NixlPushConnectorScheduler):
+class PdkvPushScheduler(
+    PublishingScheduler, CountingScheduler, EndsScheduler, ServingScheduler, NixlPushConnectorScheduler
+):
     """Stock push with pdkv's ends, a count of what was received and what computed again, and of who waits."""
 
 
@@ -60,5 +65,5 @@ class PdkvNixlPushConnector(LateConnector, NixlPushConnector):
         return PdkvPushScheduler(vllm_config, engine_id, kv_cache_config)
 
     @classmethod
-    def make_worker(cls, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> EndsPushWorker:
-        return EndsPushWorker(vllm_config, engine_id, kv_cache_config)
+    def make_worker(cls, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> SleepingPushWorker:
+        return SleepingPushWorker(vllm_config, engine_id, kv_cache_config)

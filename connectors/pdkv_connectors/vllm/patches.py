@@ -5,8 +5,13 @@ what                                       for        why there is no other way
 =========================================  =========  ===============================================================
 `EngineCore._initialize_kv_caches` (wrap)  0.32, 0.33  it alone turns a block count into the scheduler's pool, and it
                                                       runs warmup before it returns: growth must come after it
-`EngineCore.sleep` (wrap)                  0.32, 0.33  it pauses the scheduler before any worker is asked, so a
-                                                      worker's refusal would leave an engine that serves no more
+`EngineCore.sleep` (wrap)                  0.32, 0.33  it pauses the scheduler before any worker is asked, and fires
+                                                      late, on a woken engine, where blocks are held
+`EngineCore.wake_up` (wrap)                0.32, 0.33  a sleep that still waits is given up; on 0.32 nothing publishes
+                                                      the handshake again
+`EngineCore.release_kv_cache_memory`       0.32, 0.33  as `sleep`, for the cache alone
+`EngineCore.collective_rpc` (wrap)         0.32, 0.33  only the engine core knows whether the cache may be lent to a
+                                                      weight update; nothing publishes the handshake after one
 `EngineCore.abort_requests` (wrap)         0.32, 0.33  stock ignores that a client left whose prompt was finished
                                                       just then: its blocks would be held until the lease runs out
 `Scheduler._handle_failed_recving` (wrap)  0.32, 0.33  stock fails a request whose KV will not come once it has
@@ -27,15 +32,21 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pdkv.errors import StateError
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from vllm.config import VllmConfig
 
 DEFAULT_WORKER_CLS = "pdkv_connectors.vllm.worker.GrowableCPUWorker"
+#: For ``--sleep-mode-backend``.
+SLEEP_BACKEND = "pdkv"
 _WRAPPED = "__pdkv_wrapped__"
+_WRAPS = ("_initialize_kv_caches", "sleep", "wake_up", "release_kv_cache_memory", "collective_rpc", "abort_requests")
+
+#: Worker calls that load weights.
+WEIGHT_CALLS = frozenset(
+    ("reload_weights", "start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update")
+)
 
 
 def is_growable(vllm_config: VllmConfig) -> bool:
@@ -56,19 +67,30 @@ def install() -> None:
     from vllm.v1.engine.core import EngineCore
 
     _wrap(EngineCore, "_initialize_kv_caches", _grow_after)
-    _wrap(EngineCore, "sleep", _refuse_sleep)
+    _wrap(EngineCore, "sleep", _gated_sleep)
+    _wrap(EngineCore, "wake_up", _gated_wake)
+    _wrap(EngineCore, "release_kv_cache_memory", _gated_release)
+    _wrap(EngineCore, "collective_rpc", _lending_rpc)
     _wrap(EngineCore, "abort_requests", _free_finished)
     _wrap(Scheduler, "_handle_failed_recving", _fail_queued)
+
+
+def announce_sleep_backend() -> None:
+    """Tell vLLM of the sleep backend ``pdkv``, where the version has a registry for such. That is no patch."""
+    try:
+        from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+    except ImportError:
+        return
+    if SLEEP_BACKEND not in SleepModeBackendFactory._registry:
+        module = "pdkv_connectors.vllm.sleep_backend"
+        SleepModeBackendFactory.register_backend(SLEEP_BACKEND, module, "PdkvSleepBackend")
 
 
 def installed() -> bool:
     """Whether :func:`install` has taken effect in this process."""
     from vllm.v1.engine.core import EngineCore
 
-    return all(
-        hasattr(getattr(EngineCore, name, None), _WRAPPED)
-        for name in ("_initialize_kv_caches", "sleep", "abort_requests")
-    )
+    return all(hasattr(getattr(EngineCore, name, None), _WRAPPED) for name in _WRAPS)
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
@@ -109,13 +131,36 @@ def _free_finished(stock: Callable[..., Any], core: Any, request_ids: list[str])
     return stock(core, request_ids)
 
 
-def _refuse_sleep(stock: Callable[..., Any], core: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
-    if level >= 1 and is_growable(core.vllm_config):
-        raise StateError(
-            "an engine with a growable KV cache cannot sleep yet: its cache would stay in memory, and registered with "
-            "peers; end the engine instead, or start it with vLLM's own worker class."
-        )
-    return stock(core, level, *args, **kwargs)
+def _gated_sleep(stock: Callable[..., Any], core: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+    if level < 1 or not is_growable(core.vllm_config):
+        return stock(core, level, *args, **kwargs)
+    from pdkv_connectors.vllm.sleep_engine import gate_of
+
+    return gate_of(core).sleep(stock, level, *args, **kwargs)
+
+
+def _gated_wake(stock: Callable[..., Any], core: Any, tags: list[str] | None = None) -> Any:
+    if not is_growable(core.vllm_config):
+        return stock(core, tags)
+    from pdkv_connectors.vllm.sleep_engine import gate_of
+
+    return gate_of(core).wake(stock, tags)
+
+
+def _gated_release(stock: Callable[..., Any], core: Any) -> Any:
+    if not is_growable(core.vllm_config):
+        return stock(core)
+    from pdkv_connectors.vllm.sleep_engine import gate_of
+
+    return gate_of(core).release_kv_cache(stock)
+
+
+def _lending_rpc(stock: Callable[..., Any], core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(method, str) or method not in WEIGHT_CALLS or not is_growable(core.vllm_config):
+        return stock(core, method, *args, **kwargs)
+    from pdkv_connectors.vllm.sleep_engine import gate_of
+
+    return gate_of(core).load_weights(stock, method, *args, **kwargs)
 
 
 def _fail_queued(stock: Callable[..., Any], scheduler: Any, failed_req_ids: set[str]) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 def register() -> None:
     """Called by vLLM once per process, before the engine is built."""
-    from pdkv_connectors.vllm.patches import install
+    from pdkv_connectors.vllm.patches import announce_sleep_backend, install
 
     install()
+    announce_sleep_backend()

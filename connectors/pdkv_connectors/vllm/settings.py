@@ -11,6 +11,8 @@ The launcher sets these variables; a plain vLLM start may set them too. All are 
                              vLLM's default of ``--gpu-memory-utilization``, which counts as not given
 ``PDKV_GRANULE``             bytes per granule of the host driver (default: 2 MiB)
 ``PDKV_STATUS_DIR``          folder for the status files (default: none are written)
+``PDKV_SLEEP``               1 lets an engine on a CPU sleep (on CUDA vLLM's ``--enable-sleep-mode`` does)
+``PDKV_SLEEP_TIMEOUT``       seconds that a sleep with ``mode=wait`` waits for requests to end (default: 30)
 ``PDKV_PROBE``               0 skips the bandwidth probe at start-up on CUDA (default: 1)
 ``PDKV_ADMISSION_REQUESTS``  decode: requests that may wait for KV from prefill (default: ``max_num_seqs``)
 ``PDKV_ADMISSION_BLOCKS``    decode: blocks that their prompts may have together (default: all)
@@ -26,9 +28,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pdkv.errors import ConfigError
 from pdkv.kvcache.sizing_constants import check_utilization
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,8 @@ class EngineSettings:
     probe: bool = True
     admission_requests: int | None = None
     admission_blocks: int | None = None
+    sleep: bool = False
+    sleep_timeout_s: float = 30.0
     corrupt_received_kv: bool = False
 
     @classmethod
@@ -64,8 +72,18 @@ class EngineSettings:
             probe=_switch(environment, "PDKV_PROBE", default=True),
             admission_requests=_positive(environment, "PDKV_ADMISSION_REQUESTS"),
             admission_blocks=_positive(environment, "PDKV_ADMISSION_BLOCKS"),
+            sleep=_switch(environment, "PDKV_SLEEP", default=False),
+            sleep_timeout_s=_number(environment, "PDKV_SLEEP_TIMEOUT", 30.0),
             corrupt_received_kv=_switch(environment, "PDKV_CORRUPT_RECEIVED_KV", default=False),
         )
+
+
+def sleeps(vllm_config: VllmConfig) -> bool:
+    """Whether the engine was started to sleep: vLLM's ``--enable-sleep-mode``, or on a CPU ``PDKV_SLEEP=1``."""
+    from vllm.platforms import current_platform
+
+    asked_for = EngineSettings.from_environment().sleep and current_platform.is_cpu()
+    return bool(asked_for or vllm_config.model_config.enable_sleep_mode)
 
 
 def _switch(environment: Mapping[str, str], name: str, *, default: bool) -> bool:
@@ -73,6 +91,17 @@ def _switch(environment: Mapping[str, str], name: str, *, default: bool) -> bool
     if text not in ("0", "1"):
         raise ConfigError(f"{name} must be 0 or 1, found {text!r}; correct it or unset it.")
     return text == "1"
+
+
+def _number(environment: Mapping[str, str], name: str, default: float) -> float:
+    text = environment.get(name)
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{name} must be a number above 0, found {text!r}; correct it or unset it.")
+    return value
 
 
 def _share(environment: Mapping[str, str], name: str) -> float | None:

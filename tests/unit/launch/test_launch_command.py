@@ -71,6 +71,26 @@ def test_decode_consumes():
     assert json.loads(option(made, "--kv-transfer-config"))["kv_role"] == "kv_consumer"
 
 
+def test_an_engine_that_may_sleep_has_vllms_endpoints_and_pdkvs_answers_to_them():
+    cpu, cuda = command(enable_sleep=True), command(enable_sleep=True, device="cuda")
+    assert (cpu.env["PDKV_SLEEP"], cpu.env["VLLM_SERVER_DEV_MODE"]) == ("1", "1")
+    assert "pdkv_connectors.vllm.sleep_http.SleepAnswers" in cpu.argv
+    assert "--enable-sleep-mode" not in cpu.argv
+    assert option(cuda, "--sleep-mode-backend") == "pdkv"
+    assert "--enable-sleep-mode" in cuda.argv
+
+
+def test_an_engine_that_was_not_told_to_sleep_serves_no_development_endpoint():
+    made = command()
+    assert "VLLM_SERVER_DEV_MODE" not in made.env
+    assert "pdkv_connectors.vllm.sleep_http.SleepAnswers" not in made.argv
+
+
+def test_a_stock_engine_cannot_be_told_to_sleep():
+    with pytest.raises(ConfigError, match="enable-sleep"):
+        command(enable_sleep=True, kind="stock-pd")
+
+
 def test_decode_bounds_who_waits_and_prefill_can_give_up_a_request():
     decode = command(role="decode", admission_requests=4, admission_blocks=90)
     assert option(decode, "--middleware") == "pdkv_connectors.vllm.http.DecodeAdmission"

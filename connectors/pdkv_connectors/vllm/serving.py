@@ -1,0 +1,89 @@
+"""The handshake that vLLM's side channel serves: replaced when an agent is, and withdrawn while an engine sleeps.
+
+vLLM 0.32 serves what it was given first for as long as it lives. 0.33 replaces it, and shows stock peers that it has by
+a counter; a pdkv peer has a generation in pdkv's own messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
+from vllm.logger import init_logger
+
+from pdkv_connectors.vllm.nixl_workers import EndsPushWorker
+from pdkv_connectors.vllm.settings import sleeps
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+logger = init_logger(f"vllm.{__name__}")
+
+#: Served in place of a compatibility hash while there is nothing to connect to; a stock peer shows it in its error.
+WITHDRAWN = "none: this engine is asleep and has no KV cache; wake it first"
+
+
+class ServingScheduler:
+    """Mixed in before a stock NIXL scheduler."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._served: dict[tuple[int, int], bytes] = {}
+        #: Called in every step of the engine.
+        self.on_step: Callable[[], None] | None = None
+        super().__init__(*args, **kwargs)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[tuple[int, int], Any]) -> None:
+        super().set_xfer_handshake_metadata(metadata)  # type: ignore[misc]
+        for rank, payload in metadata.items():
+            self._served[rank] = msgspec.msgpack.encode(payload)
+
+    def _nixl_handshake_listener(self, encoded_data: dict[tuple[int, int], bytes], *args: Any) -> None:
+        """The stock listener's thread; what it serves is kept, to be replaced in place."""
+        self._served = encoded_data
+        super()._nixl_handshake_listener(encoded_data, *args)  # type: ignore[misc]
+
+    def withdraw_handshake(self) -> None:
+        """Refuse handshakes until the next :meth:`set_xfer_handshake_metadata`."""
+        payload = msgspec.msgpack.encode(NixlHandshakePayload(WITHDRAWN, b""))
+        for rank in list(self._served):
+            self._served[rank] = payload
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
+        if self.on_step is not None:
+            self.on_step()
+        return super().build_connector_meta(scheduler_output)  # type: ignore[misc]
+
+
+class SleepingPushWorker(EndsPushWorker):
+    """Push, which refuses stock peers where this engine may sleep.
+
+    The stock writer registers with an agent, and writes to one, that may be gone or stand for other memory by then; and
+    a stock peer says no generation by which that could be seen.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        self._may_sleep = sleeps(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def _refuses(self, engine_id: str) -> bool:
+        if self._may_sleep:
+            logger.error(
+                "pdkv: engine %s speaks the stock protocol; push with sleep needs pdkv on both sides. Use pull, "
+                "or start this engine without sleep.", engine_id,
+            )  # fmt: skip
+        return self._may_sleep
+
+    def _send_registration_to_p(self, req_id: str, reg_data: dict[str, Any]) -> None:
+        """D: the request fails."""
+        if self._refuses(reg_data["remote_engine_id"]):
+            self._failed_recv_reqs.put(req_id)
+            return
+        super()._send_registration_to_p(req_id, reg_data)
+
+    def _do_start_push_kv(self, request_id: str, local_block_ids: Any, registration_data: dict[str, Any]) -> None:
+        """P: nothing is written; the blocks come free with their lease."""
+        if not self._refuses(registration_data["decode_engine_id"]):
+            super()._do_start_push_kv(request_id, local_block_ids, registration_data)

@@ -1,0 +1,94 @@
+"""The handshake that vLLM's side channel serves around a sleep, and stock peers of push. No engine is started."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from engine import free_port
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import NixlBaseConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_MSG, NixlHandshakePayload
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
+
+from pdkv_connectors.vllm.serving import WITHDRAWN, ServingScheduler, SleepingPushWorker
+
+pytestmark = pytest.mark.vllm
+
+RANK = (0, 0)
+
+
+class Scheduler(ServingScheduler, NixlBaseConnectorScheduler):
+    """The stock scheduler's side channel, and nothing else of it."""
+
+    def __init__(self, port: int) -> None:
+        self._served, self.on_step = {}, None
+        self._handshake_data: dict[Any, bytes] = {}
+        self._registration_generation = 0
+        self._nixl_handshake_listener_t = None
+        self._stop_event = threading.Event()
+        self.side_channel_host, self.side_channel_port = "127.0.0.1", port
+
+
+@pytest.fixture
+def scheduler() -> Iterator[Scheduler]:
+    made = Scheduler(free_port())
+    yield made
+    made.shutdown()
+
+
+def ask(scheduler: Scheduler) -> NixlHandshakePayload:
+    """What a peer is answered."""
+    with zmq.Context() as context, context.socket(zmq.REQ) as peer:
+        peer.setsockopt(zmq.LINGER, 0)
+        peer.setsockopt(zmq.RCVTIMEO, 20_000)
+        peer.connect(f"tcp://127.0.0.1:{scheduler.side_channel_port}")
+        peer.send(msgspec.msgpack.encode((GET_META_MSG, *RANK)))
+        return msgspec.msgpack.decode(peer.recv_multipart()[0], type=NixlHandshakePayload)
+
+
+def test_what_is_served_is_replaced_when_the_agent_is(scheduler: Scheduler) -> None:
+    for metadata in (b"first", b"second"):
+        scheduler.set_xfer_handshake_metadata({RANK: NixlHandshakePayload("hash", metadata)})
+        assert ask(scheduler).agent_metadata_bytes == metadata
+
+
+def test_a_withdrawn_handshake_tells_the_peer_why_and_gives_it_nothing(scheduler: Scheduler) -> None:
+    scheduler.set_xfer_handshake_metadata({RANK: NixlHandshakePayload("hash", b"first")})
+    scheduler.withdraw_handshake()
+    answer = ask(scheduler)
+    assert (answer.compatibility_hash, answer.agent_metadata_bytes) == (WITHDRAWN, b"")
+    scheduler.set_xfer_handshake_metadata({RANK: NixlHandshakePayload("hash", b"second")})
+    assert ask(scheduler).agent_metadata_bytes == b"second"
+
+
+@pytest.fixture
+def stock_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which methods of the stock push worker were reached."""
+    calls: list[str] = []
+    for name in ("_send_registration_to_p", "_do_start_push_kv"):
+        monkeypatch.setattr(NixlPushConnectorWorker, name, lambda *_, name=name: calls.append(name))
+    return calls
+
+
+def push_worker(*, may_sleep: bool) -> SleepingPushWorker:
+    worker = object.__new__(SleepingPushWorker)
+    worker._may_sleep, worker._failed_recv_reqs = may_sleep, queue.Queue()
+    worker._handshake_initiation_executor = None  # for the stock destructor
+    return worker
+
+
+@pytest.mark.parametrize("may_sleep", [True, False])
+def test_push_with_a_stock_peer_is_refused_where_the_engine_may_sleep(stock_calls: list[str], may_sleep: bool) -> None:
+    worker = push_worker(may_sleep=may_sleep)
+    worker._send_registration_to_p("r1", {"remote_engine_id": "stock"})
+    worker._do_start_push_kv("r2", ([1],), {"decode_engine_id": "stock"})
+    assert stock_calls == ([] if may_sleep else ["_send_registration_to_p", "_do_start_push_kv"])
+    assert list(worker._failed_recv_reqs.queue) == (["r1"] if may_sleep else [])

@@ -1,0 +1,298 @@
+"""Sleep, wake and weight updates of real vLLM engines with prefill and decode, compared with a stock engine."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine import GROWABLE, EngineProcess, nixl_connector
+
+from pdkv.testing import CONNECTOR_CHECKS
+
+pytestmark = pytest.mark.vllm
+
+MAX_TOKENS = 10
+LENGTHS = (31, 64, 100)
+PROMPTS = [[(11 * length + 17 * place) % 4000 + 100 for place in range(length)] for length in LENGTHS]
+#: In no prefix cache.
+OTHER = [[3000 + place for place in range(70)]]
+ASK = {"do_remote_decode": True, "do_remote_prefill": False}
+#: More than any host has times the largest layer, so that every weight update is short of memory.
+ENVIRONMENT = {"PDKV_SLEEP": "1", "PDKV_SIZING_WEIGHT_UPDATE_FACTOR": "1000000"}
+
+Engines = tuple[EngineProcess, EngineProcess]
+_ids = itertools.count(1000, 100)
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """Tokens of a stock vLLM, without any of pdkv's options."""
+    with EngineProcess(model, tmp_path_factory.mktemp("stock") / "log") as stock:
+        return [answer["tokens"] for answer in stock.generate(PROMPTS, MAX_TOKENS)]
+
+
+@pytest.fixture(scope="module", params=["Pull", "Push"])
+def engines(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """A prefill and a decode engine that may sleep."""
+    folder = tmp_path_factory.mktemp("pd")
+    prefill, decode = (
+        EngineProcess(model, folder / f"{role}.log", ENVIRONMENT, **GROWABLE, **connector(role, request.param))
+        for role in ("kv_producer", "kv_consumer")
+    )
+    with prefill, decode:
+        prefill.wait_ready()
+        decode.wait_ready()
+        yield prefill, decode
+
+
+def connector(role: str, mode: str) -> dict[str, Any]:
+    """With leases of a few seconds, so that tests which wait for one to end take no longer."""
+    options = nixl_connector(role, mode)
+    options["kv_transfer_config"]["kv_connector_extra_config"] = {"kv_lease_duration": 6}
+    return options
+
+
+def prefill_only(prefill: EngineProcess, prompts: list[list[int]], first_id: int) -> list[Any]:
+    return [answer["transfer"] for answer in prefill.generate(prompts, 1, [ASK] * len(prompts), first_id)]
+
+
+def run_pd(engines: Engines, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    """Each prompt through P, then D, under the same request id; the tokens of D."""
+    first_id = next(_ids)
+    transfer = prefill_only(engines[0], prompts, first_id)
+    return [answer["tokens"] for answer in engines[1].generate(prompts, MAX_TOKENS, transfer, first_id)]
+
+
+def require_remote(decode: EngineProcess, before: dict[str, int]) -> None:
+    """All requests since `before` loaded their KV from prefill."""
+    after = decode.ask("facts")["counts"]
+    assert after["remote_prefill_hits"] - before["remote_prefill_hits"] == after["requests"] - before["requests"]
+    assert after["recomputed_tokens"] == before["recomputed_tokens"]
+    assert after["failed_loads"] == before["failed_loads"]
+
+
+def wait_for(engine: EngineProcess, what: str, wanted: Any) -> None:
+    """Ask until the answer is as wanted; each question lets the engine step."""
+    deadline = time.monotonic() + 60
+    while (found := engine.ask(what)) != wanted:
+        assert time.monotonic() < deadline, f"{what} is not {wanted!r}, but {found!r}"
+
+
+def wait_for_holders(engine: EngineProcess) -> None:
+    """Until some request has blocks that a transfer may touch."""
+    deadline = time.monotonic() + 60
+    while not engine.ask("held"):
+        assert time.monotonic() < deadline, "no request holds blocks"
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["prefill sleeps", "decode sleeps"])
+def test_an_engine_sleeps_and_wakes_between_requests_and_the_tokens_stay_those_of_a_stock_engine(
+    engines: Engines, reference: list[list[int]], which: int
+) -> None:
+    engine, decode = engines[which], engines[1]
+    assert run_pd(engines) == reference
+    counts = decode.ask("facts")["counts"]
+    awake, resident = engine.ask("sleeping"), engine.ask("memory")
+    assert engine.ask("sleep") is None
+    asleep = engine.ask("sleeping")
+    assert (asleep["state"], asleep["is_sleeping"], asleep["agent"]) == ("asleep", True, None)
+    assert asleep["physical_bytes"] == asleep["cached_blocks"] == 0
+    assert resident - engine.ask("memory") >= 0.9 * awake["physical_bytes"]
+    assert engine.ask("wake") is None
+    woken = engine.ask("sleeping")
+    assert (woken["state"], woken["is_sleeping"]) == ("running", False)
+    assert woken["physical_bytes"] == awake["physical_bytes"]
+    assert woken["generation"] > awake["generation"]
+    assert woken["agent"] != awake["agent"]
+    assert run_pd(engines) == reference
+    require_remote(decode, counts)
+
+
+def test_both_sides_sleep_at_once_and_more_than_once(engines: Engines, reference: list[list[int]]) -> None:
+    for _ in range(2):
+        for engine in engines:
+            assert engine.ask("sleep") is None
+        for engine in engines:
+            assert engine.ask("wake") is None
+        assert run_pd(engines) == reference
+
+
+def test_a_held_lease_refuses_sleep_at_once_and_the_engine_serves_on(
+    engines: Engines, reference: list[list[int]]
+) -> None:
+    prefill, decode = engines
+    first_id = next(_ids)
+    transfer = prefill_only(prefill, PROMPTS[:1], first_id)
+    refusal = prefill.ask("sleep")
+    assert "LeasesHeldError" in refusal
+    assert prefill.ask("held")[0] in refusal
+    assert prefill.ask("sleeping")["is_sleeping"] is False
+    assert [a["tokens"] for a in decode.generate(PROMPTS[:1], MAX_TOKENS, transfer, first_id)] == reference[:1]
+    wait_for(prefill, "held", [])
+    assert prefill.ask("sleep") is None
+    assert prefill.ask("wake") is None
+    assert run_pd(engines) == reference
+
+
+def test_sleeping_and_waking_twice_changes_nothing(engines: Engines, reference: list[list[int]]) -> None:
+    prefill, _ = engines
+    assert prefill.ask("sleep") is None
+    prefill.ask("sleep")
+    assert prefill.ask("sleeping")["state"] == "asleep"
+    assert prefill.ask("wake") is None
+    assert prefill.ask("wake") is None
+    assert run_pd(engines) == reference
+
+
+def test_a_step_of_an_engine_asleep_is_refused_and_touches_no_memory(
+    engines: Engines, reference: list[list[int]]
+) -> None:
+    _, decode = engines
+    assert decode.ask("sleep") is None
+    assert "StateError: the KV cache is asleep" in decode.ask("step_worker")
+    assert decode.ask("wake") is None
+    assert run_pd(engines) == reference
+
+
+def test_tags_wake_weights_first_and_the_engine_stays_asleep_until_the_cache_is_back(
+    engines: Engines, reference: list[list[int]]
+) -> None:
+    _, decode = engines
+    assert decode.ask("sleep", level=2) is None
+    assert decode.ask("wake", tags=["weights"]) is None
+    between = decode.ask("sleeping")
+    assert (between["state"], between["tags"], between["is_sleeping"]) == ("asleep", ["kv_cache"], True)
+    assert decode.ask("wake", tags=["kv_cache"]) is None
+    assert decode.ask("sleeping")["is_sleeping"] is False
+    assert run_pd(engines) == reference
+
+
+def test_the_cache_alone_is_released_and_woken(engines: Engines, reference: list[list[int]]) -> None:
+    prefill, _ = engines
+    assert prefill.ask("release_kv_cache") is None
+    assert prefill.ask("sleeping")["physical_bytes"] == 0
+    assert prefill.ask("wake", tags=["kv_cache"]) is None
+    assert run_pd(engines) == reference
+
+
+def test_a_weight_update_that_is_short_of_memory_gets_the_caches_and_peers_come_back(
+    engines: Engines, reference: list[list[int]]
+) -> None:
+    before = [engine.ask("sleeping")["generation"] for engine in engines]
+    assert run_pd(engines) == reference
+    wait_for(engines[0], "held", [])
+    for engine, generation in zip(engines, before, strict=True):
+        assert engine.ask("reload_weights") is None
+        facts = engine.ask("sleeping")
+        assert facts["generation"] > generation
+        assert (facts["state"], facts["cached_blocks"]) == ("running", 0)
+    assert run_pd(engines) == reference
+
+
+@pytest.mark.parametrize("awake", [False, True], ids=["asleep", "awake again"])
+def test_I10_a_reference_from_before_a_sleep_is_refused_while_prefill_sleeps_and_after_it(
+    engines: Engines, reference: list[list[int]], awake: bool
+) -> None:
+    prefill, decode = engines
+    prompt = [[2000 + 500 * awake + place for place in range(70)]]
+    first_id = next(_ids)
+    old = prefill_only(prefill, prompt, first_id)
+    wait_for(prefill, "held", [])  # nobody comes for it: its lease ends
+    assert prefill.ask("sleep") is None
+    if awake:
+        assert prefill.ask("wake") is None
+    failed = decode.ask("facts")["counts"]["failed_loads"]
+    assert decode.generate(prompt, MAX_TOKENS, old, first_id)[0]["finish"] == "error"
+    assert decode.ask("facts")["counts"]["failed_loads"] == failed + 1
+    assert prefill.process.poll() is None
+    prefill.ask("wake")
+    assert run_pd(engines) == reference
+
+
+def test_an_engine_with_a_stopped_peer_sleeps_wakes_and_serves_it_again(
+    engines: Engines, reference: list[list[int]]
+) -> None:
+    for sleeper, stopped in (engines, reversed(engines)):
+        assert run_pd(engines) == reference
+        wait_for(engines[0], "held", [])
+        resident = sleeper.ask("memory")
+        stopped.process.send_signal(signal.SIGSTOP)
+        try:
+            assert sleeper.ask("sleep") is None
+            assert resident - sleeper.ask("memory") > 0.9 * 256 * 2**20
+            assert sleeper.ask("wake") is None
+            assert sleeper.ask("reload_weights") is None
+        finally:
+            stopped.process.send_signal(signal.SIGCONT)
+        assert run_pd(engines) == reference
+
+
+def test_a_lease_of_a_stopped_peer_refuses_sleep_until_it_has_ended(
+    engines: Engines, reference: list[list[int]]
+) -> None:
+    prefill, decode = engines
+    decode.process.send_signal(signal.SIGSTOP)
+    try:
+        prefill_only(prefill, PROMPTS[:1], next(_ids))
+        assert "LeasesHeldError" in prefill.ask("sleep")
+        wait_for(prefill, "held", [])
+        assert prefill.ask("sleep") is None
+        assert prefill.ask("wake") is None
+    finally:
+        decode.process.send_signal(signal.SIGCONT)
+    assert run_pd(engines) == reference
+
+
+def test_decode_with_a_load_under_way_refuses_to_sleep_until_it_has_ended(
+    engines: Engines, reference: list[list[int]], request: pytest.FixtureRequest
+) -> None:
+    """In pull decode's READ is under way, in push prefill's WRITE."""
+    prefill, decode = engines
+    first_id = next(_ids)
+    transfer = prefill_only(prefill, PROMPTS[:1], first_id)
+    writer = decode if "Pull" in request.node.name else prefill
+    writer.ask("hold_transfers", held=True)
+    try:
+        decode.ask("submit", request_id=str(first_id), prompt=PROMPTS[0], max_tokens=2, transfer=transfer[0])
+        wait_for(decode, "unfinished", 1)
+        wait_for_holders(decode)
+        assert "LeasesHeldError" in decode.ask("sleep")
+    finally:
+        writer.ask("hold_transfers", held=False)
+    wait_for(decode, "unfinished", 0)
+    wait_for(decode, "held", [])
+    assert decode.ask("sleep") is None
+    assert decode.ask("wake") is None
+    assert run_pd(engines) == reference
+
+
+@pytest.mark.parametrize("rule", CONNECTOR_CHECKS)
+def test_the_connector_keeps_to_the_rule(
+    engines: Engines, request: pytest.FixtureRequest, tmp_path: Path, rule: str
+) -> None:
+    """In pull peers read from prefill, in push they write into decode."""
+    reads = "Pull" in request.node.name
+    owner = engines[0 if reads else 1]
+    assert owner.ask("check_connector", rule=rule, folder=str(tmp_path), reads=reads) is None
+
+
+def test_an_engine_whose_peer_was_killed_while_it_slept_wakes_and_serves(
+    engines: Engines, reference: list[list[int]]
+) -> None:
+    """The last test of the file: one of the engines is gone after it."""
+    prefill, decode = engines
+    assert run_pd(engines) == reference
+    wait_for(prefill, "held", [])
+    assert prefill.ask("sleep") is None
+    decode.process.kill()
+    decode.process.wait(10)
+    assert prefill.ask("wake") is None
+    assert [answer["tokens"] for answer in prefill.generate(PROMPTS, MAX_TOKENS)] == reference
+    assert prefill.ask("sleep") is None
+    assert prefill.ask("wake") is None
+    assert prefill.ask("sleeping")["state"] == "running"
