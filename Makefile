@@ -17,7 +17,7 @@ FAST_TESTS   := $(PY) -m pytest -m "not vllm and not gpu" --timeout 300 -n 2 --d
 ENGINE_TESTS := $(PY) -m pytest -m "vllm and not gpu" --timeout 600 --durations 25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-fast model demo test test-fast test-engines lint format lock clean
+.PHONY: help setup setup-fast model demo demo-sleep test test-fast test-engines lint format lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,11 @@ demo: model ## prefill + decode against one stock vLLM, over 16 word problems; e
 	@mkdir -p $(DEMO)
 	$(PY) -m pdkv.harness.gsm8k --model $(MODEL) --data examples/data/grade_school.jsonl \
 		--connector $(CONNECTOR) --engine-memory 3GiB --report $(DEMO)/report.json --log-dir $(DEMO)/logs $(ARGS)
+
+demo-sleep: model ## the demo with sleep, wake and a weight update between problems, pull and push
+	@mkdir -p $(DEMO)-sleep
+	$(PY) -m pdkv.harness.sleep --model $(MODEL) --data examples/data/grade_school.jsonl \
+		--report $(DEMO)-sleep/report.json --log-dir $(DEMO)-sleep/logs $(ARGS)
 
 test: model ## all tests that need no GPU: those of test-fast, then those of test-engines
 	$(FAST_TESTS) $(ARGS)
