@@ -74,17 +74,20 @@ STEPS = (
     tests("ipc", "test_ipc_cuda.py", 240),
     Step("commit", ("benchmarks/gpu_commit.py",), 90),
     Step("transfer", ("benchmarks/transfer.py", "--only", "cuda"), 150),
+    Step("sleep", ("benchmarks/gpu_sleep.py",), 90),
     tests("vllm-seams", "../integration/test_vllm_seams.py", 90),
     # Six at a time: engines spend most of their start importing. The last needs the card for itself.
     tests("vllm-pd", "test_vllm_pd.py", 240, "-k", "not leaves_free", "-n", "6"),
     tests("vllm-left-free", "test_vllm_pd.py", 180, "-k", "leaves_free"),
 )
-#: Run only where `--only` names them: together with the others they would take more than eight minutes, and the last
-#: one needs two cards. NIXL's wheel moves this memory by software emulation.
+#: Run only where `--only` names them: together with the others they would take more than eight minutes, and
+#: `vllm-tp2` needs two cards. NIXL's wheel moves this memory by software emulation. `vllm-sleep` counts the card's free
+#: memory, so that nothing else may run beside it.
 ON_REQUEST = (
     tests("vllm-sizing", "test_vllm_sizing.py", 420),
     tests("nixl", "test_gpu_transport.py", 300),
     Step("transfer-nixl", ("benchmarks/transfer.py", "--only", "nixl-cuda", "--quick"), 150),
+    tests("vllm-sleep", "test_vllm_sleep.py", 480),
     tests("vllm-tp2", "test_vllm_tp2.py", 300),
 )
 
