@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 
 from pdkv.errors import HarnessError
 from pdkv.testing.child import Child, ChildEnded
-from pdkv.testing.faults.processes.proxy import FaultProxy, Weather
+from pdkv.testing.faults.processes.proxy import FaultProxy
 from pdkv.testing.faults.processes.toy import true_token
 
 #: Every deadline of the engines has passed several times by then, on a busy machine too.
@@ -155,13 +155,14 @@ class Deployment:
         if self.mode == "pull":
             self.stop(still)
             self.d.ask("allocate", request_id=asked.request_id)
-        else:
-            self.proxy.weather = Weather(delay=1.0, delay_s=(0.5, 0.6))  # REGISTER comes when D is stopped
+        else:  # what makes P write reaches it when D is stopped
+            self.proxy.hold(True)
             self.d.ask("allocate", request_id=asked.request_id)
+            self.until(lambda: self.proxy.holds(b"REGISTER"), "D asks for its blocks to be written")
             self.stop(still)
+            self.proxy.hold(False)
         poster = self.d if self.mode == "pull" else self.p
         self.until(lambda: poster.ask("state")["transfers"] > 0, "a transfer is in flight")
-        self.proxy.weather = Weather()
 
     # What must hold.
 

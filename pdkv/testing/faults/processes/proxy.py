@@ -44,6 +44,8 @@ class FaultProxy:
         self.weather = Weather()
         self.injected: Counter[str] = Counter()
         self.partitioned = False
+        self._holding = False
+        self._held: list[tuple[bytes, asyncio.StreamWriter]] = []
         self._random = Random(seed)
         self._upstream = ("", 0)
         self._writers: set[asyncio.StreamWriter] = set()
@@ -72,6 +74,16 @@ class FaultProxy:
         if on:
             self.injected["partition"] += 1
         self.partitioned = on
+
+    def hold(self, on: bool) -> None:
+        """Keep what comes, or let it go on in the order in which it came."""
+        self._holding = on
+        if not on:
+            self._call(self._release)
+
+    def holds(self, what: bytes) -> bool:
+        """Whether a message is being kept that has these bytes in it."""
+        return any(what in message for message, _ in list(self._held))
 
     def close(self) -> None:
         """Close everything. Idempotent."""
@@ -105,6 +117,12 @@ class FaultProxy:
             writer.transport.abort()
         self._writers.clear()
 
+    def _release(self) -> None:
+        held, self._held = self._held, []
+        for message, writer in held:
+            if not writer.is_closing():
+                writer.write(message)
+
     async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             there = await asyncio.wait_for(asyncio.open_connection(*self._upstream), 2.0)
@@ -135,7 +153,9 @@ class FaultProxy:
 
     def _forward(self, message: bytes, writer: asyncio.StreamWriter) -> None:
         weather, chance = self.weather, self._random.random
-        if self.partitioned:
+        if self._holding:
+            self._held.append((message, writer))
+        elif self.partitioned:
             self.injected["partitioned"] += 1
         elif chance() < weather.drop:
             self.injected["drop"] += 1
