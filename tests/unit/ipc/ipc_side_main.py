@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pdkv.memory import open_driver
 from pdkv.testing.child import serve
 from pdkv.testing.transports.side import TransportSide
 from pdkv_connectors.ipc import IpcTransport
+
+if TYPE_CHECKING:
+    import torch
 
 
 class IpcSide(TransportSide):
@@ -52,24 +55,29 @@ class IpcSide(TransportSide):
 
     def do_mark_quietly(self, layer: int, block: int, position: int) -> None:
         """Change one byte of a block and tell nobody."""
-        import torch
-
-        self._views()[layer][block].view(-1).view(torch.uint8)[position] ^= 1
+        self._page_bytes(layer, block)[position] ^= 1
+        self._driver.synchronize()
 
     def do_swap_words(self, layer: int, block: int, first: int, second: int) -> None:
         """Let two 64-bit words of a block change places."""
         import torch
 
-        words = self._views()[layer][block].view(-1).view(torch.int64)
+        words = self._page_bytes(layer, block).view(torch.int64)
         words[[first, second]] = words[[second, first]]
+        self._driver.synchronize()
 
     def do_copy_piece(self, layer: int, source: int, block: int, begin: int, nbytes: int) -> None:
         """Put a piece of another block at its place in this one, as where a write was left out."""
+        pieces = [self._page_bytes(layer, index)[begin : begin + nbytes] for index in (source, block)]
+        pieces[1].copy_(pieces[0])
+        self._driver.synchronize()
+
+    def _page_bytes(self, layer: int, block: int) -> torch.Tensor:
+        """uint8 over a page, in the order of memory, whatever the layout."""
         import torch
 
-        view = self._views()[layer]
-        pieces = [view[index].view(-1).view(torch.uint8)[begin : begin + nbytes] for index in (source, block)]
-        pieces[1].copy_(pieces[0])
+        page = self._views()[layer][block]
+        return page.as_strided((page.numel(),), (1,)).view(torch.uint8)
 
     def do_release_report(self) -> list[int]:
         report = self.cache.release_physical()
