@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 import urllib.error
@@ -42,6 +43,12 @@ class Server:
         except urllib.error.HTTPError as error:
             text = error.read()
             return error.code, json.loads(text) if text.startswith(b"{") else text.decode()
+
+    def metrics(self) -> str:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+            self.deployment.url + "/metrics", timeout=60
+        ) as answer:
+            return str(answer.read().decode())
 
     def complete(self, *, for_decode: bool = False, shift: int = 0) -> tuple[int, Any]:
         body: dict[str, Any] = {
@@ -149,13 +156,20 @@ def test_a_sleep_that_waits_for_longer_than_its_deadline_answers_409_and_the_eng
     body = {"model": MODEL_NAME, "prompt": PROMPT, "max_tokens": 400, "ignore_eos": True}
     running = threading.Thread(target=lambda: (server.call("/v1/completions", body), stop.set()))
     running.start()
-    time.sleep(0.5)
+    wait_until_running(server, stop)
     status, answer = server.call("/sleep?mode=wait")
     if not stop.is_set():  # a fast machine may have finished the request before the deadline of 3 s
         assert status == 409, answer
     running.join(120)
     server.call("/wake_up")
     require_serving(server, expected)
+
+
+def wait_until_running(server: Server, stop: threading.Event) -> None:
+    """Until vLLM counts a running request."""
+    deadline = time.monotonic() + 60
+    while not stop.is_set() and not re.search(r"num_requests_running\{[^}]*\} 1\.0", server.metrics()):
+        assert time.monotonic() < deadline
 
 
 def wait_until_free(server: Server) -> None:
