@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from pdkv.transfer.sidechannel.addresses import Address, require_secured
 from pdkv.transfer.sidechannel.keyfiles import KeyPair, read_key_pair
 from pdkv.transfer.sidechannel.peers import PeerBook, PeerEntry, PeersFile, StaticPeers
 
-_VARIABLES = ("BIND", "PEERS", "PEERS_FILE", "KEY_FILE", "INSECURE")
 ANY_LOOPBACK = Address("127.0.0.1", 0)
 
 
@@ -90,24 +88,6 @@ class SideChannelSettings:
             peers=PeersFile(peers_file) if peers_file else StaticPeers.at(addresses),
             keys=read_key_pair(Path(key_file)) if key_file else None,
             insecure=insecure,
-        )
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> SideChannelSettings:
-        """From ``PDKV_SIDE_CHANNEL_BIND``, ``_PEERS``, ``_PEERS_FILE``, ``_KEY_FILE`` and ``_INSECURE`` (1 or 0).
-
-        Raises:
-            ConfigError: as :meth:`from_values`.
-        """
-        values = {name: environment.get(f"PDKV_SIDE_CHANNEL_{name}", "") for name in _VARIABLES}
-        if values["INSECURE"] not in ("", "0", "1"):
-            raise ConfigError(f"PDKV_SIDE_CHANNEL_INSECURE is {values['INSECURE']!r}; set it to 1 or 0.")
-        return cls.from_values(
-            bind=values["BIND"] or str(ANY_LOOPBACK),
-            peers=values["PEERS"],
-            peers_file=values["PEERS_FILE"],
-            key_file=values["KEY_FILE"],
-            insecure=values["INSECURE"] == "1",
         )
 
     def require_consistent(self) -> None:

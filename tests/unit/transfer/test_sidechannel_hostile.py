@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from message_strategies import messages
-from sidechannel_net import connected, done, exchange, hello, numbers, receive, stranger, until
+from sidechannel_net import connected, connecting_to, done, exchange, hello, numbers, receive, stranger, until
 
 from pdkv.transfer.messages import MAX_MESSAGE_NBYTES, encode
-from pdkv.transfer.sidechannel import Limits, SideChannel
+from pdkv.transfer.sidechannel import Address, Limits, SideChannel
 from pdkv.transfer.sidechannel.hello import Accepted, decode_hello
 
 pytestmark = pytest.mark.cpu
@@ -160,3 +162,31 @@ def test_more_peers_than_there_is_room_for_push_out_who_is_silent_and_it_comes_b
         until(lambda: prefill.wait_for_peer("D/1", 0) and decode.wait_for_peer("P/1", 0))
         prefill.receive()
         exchange(decode, prefill, 1)
+
+
+FEW_DESCRIPTORS = """
+import resource, sys
+from pdkv.transfer.sidechannel import Limits, SideChannel, SideChannelSettings
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+channel = SideChannel("P/1", SideChannelSettings(limits=Limits(handshake_s=0.5)))
+print(channel.address, flush=True)
+channel.wait(60)
+print(len(channel.receive()), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_more_connections_than_descriptors_do_not_end_the_engine() -> None:
+    command = [sys.executable, "-c", FEW_DESCRIPTORS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = Address.parse(process.stdout.readline().strip())
+        idle = [socket.create_connection((address.host, address.port), timeout=20) for _ in range(120)]
+        for raw in idle:
+            raw.close()
+        with SideChannel("D/1", connecting_to(address)) as decode:
+            assert decode.wait_for_peer("P/1", 60)
+            decode.send(done("D/1", "P/1"))
+            assert process.stdout.readline() == "1\n"
+        process.communicate("", timeout=60)
+        assert process.returncode == 0

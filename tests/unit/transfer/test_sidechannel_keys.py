@@ -22,6 +22,7 @@ from pdkv.transfer.sidechannel import (
     SideChannel,
     SideChannelSettings,
     StaticPeers,
+    write_key_pair,
 )
 from pdkv.transfer.sidechannel.hello import Accepted, Declined, decode_hello
 from pdkv.transfer.sidechannel.peers import read_peers
@@ -229,13 +230,12 @@ def test_addresses_are_read_and_written_alike(text: str, loopback: bool) -> None
     assert address.is_loopback is loopback
 
 
-def test_settings_come_from_the_environment(tmp_path: Path) -> None:
-    settings = SideChannelSettings.from_environment({"PDKV_SIDE_CHANNEL_PEERS": "127.0.0.1:5, [::1]:6"})
+def test_settings_come_from_text(tmp_path: Path) -> None:
+    settings = SideChannelSettings.from_values(peers="127.0.0.1:5, [::1]:6")
     assert [str(entry.address) for entry in settings.peers.entries()] == ["127.0.0.1:5", "[::1]:6"]
     assert str(settings.bind) == "127.0.0.1:0"
-    assert SideChannelSettings.from_environment({"PDKV_SIDE_CHANNEL_INSECURE": "1"}).insecure
-    with pytest.raises(ConfigError, match="set it to 1 or 0"):
-        SideChannelSettings.from_environment({"PDKV_SIDE_CHANNEL_INSECURE": "yes"})
+    keys = write_key_pair(tmp_path / "p.key")
+    assert SideChannelSettings.from_values(bind="", key_file=str(tmp_path / "p.key")).keys == keys
     with pytest.raises(ConfigError, match="give one of them"):
         SideChannelSettings.from_values(peers="127.0.0.1:5", peers_file=str(tmp_path / "p"))
 
