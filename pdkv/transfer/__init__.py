@@ -14,20 +14,24 @@ from pdkv.transfer.clock import Clock, SystemClock
 from pdkv.transfer.consumer import Consumer
 from pdkv.transfer.consumer_state import ConsumerSettings
 from pdkv.transfer.counters import Counters
+from pdkv.transfer.geometry import CacheGeometry
 from pdkv.transfer.hosting import LocalHost, TransportHost
 from pdkv.transfer.issued import ReferenceSettings
 from pdkv.transfer.leases import LeaseSettings, LeaseTable, Renewer
 from pdkv.transfer.messages import Claim, Compatibility, Descriptor, EngineRef, FailCode, TransferKey, decode, encode
+from pdkv.transfer.peers import Peer
 from pdkv.transfer.producer import Producer
 from pdkv.transfer.producer_books import ProducerSettings
 from pdkv.transfer.quarantine import Quarantine, QuarantineSettings
 from pdkv.transfer.reference import Reference
 from pdkv.transfer.session import Session, SessionSettings
+from pdkv.transfer.transport import Transfer, TransferState, Transport
 
 __all__ = [
     "Admission",
     "BlockPair",
     "BlockRun",
+    "CacheGeometry",
     "Claim",
     "Clock",
     "Compatibility",
@@ -41,6 +45,7 @@ __all__ = [
     "LeaseTable",
     "LocalHost",
     "MessageCarrier",
+    "Peer",
     "Producer",
     "ProducerSettings",
     "Quarantine",
@@ -52,7 +57,10 @@ __all__ = [
     "Session",
     "SessionSettings",
     "SystemClock",
+    "Transfer",
     "TransferKey",
+    "TransferState",
+    "Transport",
     "TransportHost",
     "decode",
     "encode",

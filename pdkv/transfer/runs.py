@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from pdkv.errors import ExtentError
 from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.fit import paired_runs
-from pdkv.transfer.geometry import ByteRange, CacheGeometry, LayerRun
+from pdkv.transfer.geometry import CacheGeometry, ExtentRun, LayerRun
 
 Array = npt.NDArray[np.int64]
 
@@ -58,8 +59,8 @@ def copies_for(source: CacheGeometry, destination: CacheGeometry, pairs: Sequenc
         empty = np.empty(0, np.int64)
         return Copies(empty, empty, empty)
     merged = _merged(Copies(*(np.concatenate([getattr(part, name) for part in parts]) for name in Copies.__slots__)))
-    at_destination = _split(merged, merged.destination, destination.extents())
-    return _in_order(_split(at_destination, at_destination.source, source.extents()))
+    at_destination = _split(merged, merged.destination, destination)
+    return _in_order(_split(at_destination, at_destination.source, source))
 
 
 def _block_runs(pairs: Sequence[tuple[int, int]]) -> Array:
@@ -102,6 +103,8 @@ def _offsets(run: LayerRun, blocks: Array, piece: int) -> Array:
 
 
 def _in_order(copies: Copies) -> Copies:
+    if np.all(copies.destination[1:] >= copies.destination[:-1]):
+        return copies  # as in layer-outermost layouts; sorting takes longer than all the rest
     order = np.argsort(copies.destination, kind="stable")
     return Copies(copies.source[order], copies.destination[order], copies.nbytes[order])
 
@@ -114,10 +117,19 @@ def _merged(copies: Copies) -> Copies:
     return Copies(copies.source[starts], copies.destination[starts], np.add.reduceat(copies.nbytes, starts))
 
 
-def _split(copies: Copies, side: Array, extents: Sequence[ByteRange]) -> Copies:
+@lru_cache(maxsize=64)  # a geometry lives as long as a connection, and has thousands of extents in a fragmented cache
+def _borders(extent_runs: tuple[ExtentRun, ...]) -> tuple[Array, Array]:
+    """Where extents begin and end, in address order."""
+    parts = [run.offset + np.arange(run.count, dtype=np.int64) * run.stride for run in extent_runs]
+    begins = np.concatenate(parts)
+    ends = begins + np.repeat([run.nbytes for run in extent_runs], [run.count for run in extent_runs])
+    order = np.argsort(begins)
+    return begins[order], ends[order]
+
+
+def _split(copies: Copies, side: Array, geometry: CacheGeometry) -> Copies:
     """Cut at the extents of one side; `side` is that side's offsets."""
-    begins = np.array([extent.offset for extent in extents], np.int64)
-    ends = begins + np.array([extent.nbytes for extent in extents], np.int64)
+    begins, ends = _borders(geometry.extent_runs)
     done = []
     while True:
         found = np.searchsorted(begins, side, side="right") - 1
