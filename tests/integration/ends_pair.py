@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from engine import GROWABLE, EngineProcess, nixl_connector
 
 BLOCK = 32
 MAX_TOKENS = 8
-ROUND_TRIP_S = 1.0
-LEASE_S = 9.0
+LEASE_S = 12.0
+#: A round trip takes milliseconds; on a machine that does other things too it may be asked for this long.
+ROUND_TRIP_S = LEASE_S / 3
 ASK = {"do_remote_decode": True, "do_remote_prefill": False}
 #: Times short enough to be waited for.
 TIMES = {"kv_lease_duration": LEASE_S, "pdkv_silence_s": 5, "pdkv_rebuild_after_s": 2, "pdkv_transfer_s": 60}
+#: Of prefill's blocks after they have arrived; long enough for a request to be preempted meanwhile.
+HOLD_S = 60.0
 
 
 @dataclass
@@ -85,15 +89,22 @@ class Pair:
         engine = self.prefill if side == "prefill" else self.decode
         return dict(engine.ask("ends")[side]["counters"])
 
-    def free_blocks(self) -> int:
-        """Blocks in the pool of decode's scheduler that no request has."""
-        return int(self.decode.ask("facts")["free_blocks"])
+    def has_free_blocks(self, wanted: int) -> bool:
+        """Whether so many blocks of decode's pool have no request, or have none within a round trip."""
+        reply = self.decode.ask("until", path=["free_blocks"], value=wanted, timeout_s=ROUND_TRIP_S)
+        return bool(reply["found"] == wanted)
+
+    def all_blocks(self) -> int:
+        """Blocks in the pool of decode's scheduler, but for the null block."""
+        return int(self.decode.ask("pool_blocks")) - 1
 
 
 @contextlib.contextmanager
-def running_pair(model: Path, folder: Path, mode: str, **decode_options: Any) -> Iterator[Pair]:
-    """A pair by "Pull" or "Push"; times as in `TIMES`."""
-    extra = {"kv_connector_extra_config": TIMES}
+def running_pair(
+    model: Path, folder: Path, mode: str, times: Mapping[str, float] = MappingProxyType({}), **decode_options: Any
+) -> Iterator[Pair]:
+    """A pair by "Pull" or "Push"; times as in `TIMES`, but for `times`."""
+    extra: dict[str, Any] = {"kv_connector_extra_config": {**TIMES, **times}}
     prefill = EngineProcess(model, folder / "p.log", **GROWABLE, **nixl_connector("kv_producer", mode, **extra))
     decode = EngineProcess(
         model, folder / "d.log", **GROWABLE, **{**nixl_connector("kv_consumer", mode, **extra), **decode_options}

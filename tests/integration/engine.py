@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import select
 import socket
 import subprocess
@@ -13,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-READY_TIMEOUT_S = 240.0
-COMMAND_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 600.0
+COMMAND_TIMEOUT_S = 240.0
 _MAIN = Path(__file__).with_name("engine_main.py")
 
 #: vLLM options of all engines in these tests. Float32, since only there equal tokens mean equal KV.
@@ -46,10 +48,15 @@ def nixl_connector(role: str, mode: str = "Pull", *, stock: bool = False, **more
 
 
 def free_port() -> int:
-    """A TCP port on loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port on loopback that was free a moment ago.
+
+    Below the range from which the system gives out ports: an engine takes dozens of those before it listens here.
+    """
+    while True:
+        port = random.randrange(15_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class EngineFailed(Exception):

@@ -52,6 +52,10 @@ def count_graphs() -> dict[str, int]:
     return counts
 
 
+def _refuse(handle: Any) -> Any:
+    raise RuntimeError("no transfer is taken, for a test")
+
+
 class Engine:
     """One `LLM`; each `do_` method is a command."""
 
@@ -155,6 +159,16 @@ class Engine:
             self.poll = BlockTransfers.poll
         BlockTransfers.poll = (lambda _: []) if held else self.poll  # type: ignore[method-assign]
 
+    def do_refuse_posts(self, refused: bool) -> Any:
+        """While `refused`, NIXL takes no transfer of this engine."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        agent = get_kv_transfer_group().agent
+        if refused:
+            agent.transfer = _refuse
+        else:
+            del agent.transfer
+
     def do_abort(self, request_id: str) -> Any:
         """As when the client of a request is gone."""
         self.llm.llm_engine.abort_request([request_id])
@@ -177,10 +191,14 @@ class Engine:
         return get_kv_transfer_group().ends.snapshot()
 
     def do_until(self, path: list[str], value: Any, timeout_s: float) -> Any:
-        """Step while there is something to do, until one value of the ends is as wanted; all of them as found."""
+        """Step while there is something to do, until one value of the ends is as wanted; all of them as found.
+
+        ``["free_blocks"]`` is the pool's: the scheduler hears of it one step later.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
-            ends = found = self.do_ends()
+            pool = self.core.scheduler.kv_cache_manager.block_pool
+            ends = found = {**self.do_ends(), "free_blocks": pool.get_num_free_blocks()}
             for name in path:
                 found = found.get(name, 0)
             if found == value or time.monotonic() > deadline:
@@ -327,7 +345,6 @@ class Engine:
             facts["storage_start"] = [int(view.untyped_storage().data_ptr()) for view in bound.values()]
         if connector is not None and hasattr(connector.connector_scheduler, "accounts"):
             counts = connector.connector_scheduler.accounts.counts
-            facts["free_blocks"] = core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
             facts["counts"] = {name: getattr(counts, name) for name in counts.__dataclass_fields__}
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 

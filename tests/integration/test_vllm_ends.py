@@ -19,14 +19,17 @@ def pair(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.T
 
 
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK])
-def test_a_finished_request_ends_its_lease_within_a_second(pair: Pair, length: int) -> None:
-    prompt = pair.prompt(length)
+def test_a_finished_request_ends_its_lease_long_before_it_runs_out(pair: Pair, length: int) -> None:
+    prompt, before = pair.prompt(length), pair.counts("prefill")
     tokens = pair.run(prompt)
     assert pair.both_are_free()
+    after = pair.counts("prefill")
+    assert after["leases_ended_by_decode"] == before.get("leases_ended_by_decode", 0) + 1
+    assert after.get("leases_expired", 0) == before.get("leases_expired", 0)
     assert tokens == pair.alone(prompt)
 
 
-def test_a_prompt_that_decode_has_cached_whole_ends_its_lease_within_a_second(pair: Pair) -> None:
+def test_a_prompt_that_decode_has_cached_whole_ends_its_lease_as_well(pair: Pair) -> None:
     prompt = pair.prompt(3 * BLOCK)
     first = pair.run(prompt)
     before = pair.counts("prefill").get("leases_ended_by_decode", 0)
@@ -70,34 +73,48 @@ def test_a_client_that_is_gone_when_its_prompt_is_finished_releases_prefill_at_o
 
 def test_a_client_that_leaves_during_the_transfer_releases_both_sides_once_it_has_ended(pair: Pair) -> None:
     mover = pair.decode if pair.mode == "Pull" else pair.prefill
-    prompt, free = pair.prompt(4 * BLOCK), pair.free_blocks()
+    prompt, free = pair.prompt(4 * BLOCK), pair.all_blocks()
     transfer = pair.prefilled(prompt)
     mover.ask("hold_transfers", held=True)
     request_id = pair.submitted(prompt, transfer)
     assert mover.ask("until", path=["transfers"], value=1, timeout_s=10)["found"] == 1
     pair.decode.ask("abort", request_id=request_id)
     assert pair.until("decode", "quarantined_blocks", value=4)
-    assert pair.free_blocks() == free - 4
+    assert pair.has_free_blocks(free - 4)
     mover.ask("hold_transfers", held=False)
     assert pair.both_are_free()
-    assert pair.free_blocks() == free
+    assert pair.has_free_blocks(free)
+    assert pair.run(prompt) == pair.alone(prompt)
+
+
+def test_a_transfer_that_cannot_be_posted_fails_its_request_at_once_and_on_both_sides(pair: Pair) -> None:
+    mover = pair.decode if pair.mode == "Pull" else pair.prefill
+    prompt, free = pair.prompt(2 * BLOCK), pair.all_blocks()
+    transfer = pair.prefilled(prompt)
+    mover.ask("refuse_posts", refused=True)
+    outcome = pair.outcome(pair.submitted(prompt, transfer))
+    mover.ask("refuse_posts", refused=False)
+    assert outcome["reason"] == "error"
+    assert pair.both_are_free()
+    assert pair.has_free_blocks(free)
+    assert pair.counts("decode")["failed_post_failed"] == 1
     assert pair.run(prompt) == pair.alone(prompt)
 
 
 def test_I11_blocks_of_a_transfer_that_never_ends_are_freed_only_after_the_agent_was_rebuilt(pair: Pair) -> None:
-    if pair.mode == "Push":
-        pytest.skip("the agent that is rebuilt is the one that reads")
-    prompt, free = pair.prompt(4 * BLOCK), pair.free_blocks()
-    pair.decode.ask("hold_transfers", held=True)
-    request_id = pair.submitted(prompt, pair.prefilled(prompt))
-    assert pair.decode.ask("until", path=["transfers"], value=1, timeout_s=10)["found"] == 1
+    side, mover = ("decode", pair.decode) if pair.mode == "Pull" else ("prefill", pair.prefill)
+    prompt, free = pair.prompt(4 * BLOCK), pair.all_blocks()
+    transfer = pair.prefilled(prompt)
+    mover.ask("hold_transfers", held=True)
+    request_id = pair.submitted(prompt, transfer)
+    assert mover.ask("until", path=["transfers"], value=1, timeout_s=10)["found"] == 1
     pair.decode.ask("abort", request_id=request_id)
     assert pair.until("decode", "quarantined_blocks", value=4)
-    assert pair.until("decode", "generation", value=2, timeout_s=30)
-    pair.decode.ask("hold_transfers", held=False)
-    assert pair.both_are_free()
-    assert pair.free_blocks() == free
-    assert pair.counts("decode")["agent_rebuilds"] == 1
+    assert pair.until(side, "generation", value=2, timeout_s=30)
+    mover.ask("hold_transfers", held=False)
+    assert pair.both_are_free(timeout_s=30)
+    assert pair.has_free_blocks(free)
+    assert pair.counts(side)["agent_rebuilds"] == 1
     assert pair.run(prompt) == pair.alone(prompt)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ends_pair import BLOCK, LEASE_S, TIMES, Pair, running_pair
+from ends_pair import BLOCK, HOLD_S, LEASE_S, MAX_TOKENS, TIMES, Pair, running_pair
 from engine import GROWABLE, EngineProcess, nixl_connector
 
 pytestmark = pytest.mark.vllm
@@ -17,9 +17,10 @@ KV_BYTES_PER_BLOCK = 30 * 3 * 32 * 2 * 64 * 4
 
 def test_small_pools_misfits_and_dead_peers(model: Path, tmp_path: Path) -> None:
     """One pair for all of it, since each engine takes half a minute; the dead come last."""
-    with running_pair(model, tmp_path, "Pull", kv_cache_memory_bytes=24 * KV_BYTES_PER_BLOCK) as pair:
+    holding = {"pdkv_hold_s": HOLD_S}
+    with running_pair(model, tmp_path, "Pull", holding, kv_cache_memory_bytes=24 * KV_BYTES_PER_BLOCK) as pair:
         requests_without_room_wait_and_release_prefill_when_their_client_leaves(pair)
-        preempted_requests_are_computed_again_and_counted(pair)
+        preempted_requests_read_their_kv_again_while_its_lease_is_held(pair)
         a_misfit_recomputes_its_requests_and_disturbs_nobody(pair, model, tmp_path)
         a_dead_decode_leaves_its_leases_to_run_out(pair, model, tmp_path)
         a_dead_prefill_fails_its_requests_and_no_others(pair)
@@ -29,26 +30,28 @@ def requests_without_room_wait_and_release_prefill_when_their_client_leaves(pair
     large, waiting = pair.prompt(13 * BLOCK), pair.prompt(13 * BLOCK)
     first = pair.submitted(large, pair.prefilled(large), max_tokens=60)
     second = pair.submitted(waiting, pair.prefilled(waiting))
-    assert pair.until("decode", "held_requests", value=1, timeout_s=20)
-    assert pair.until("prefill", "held_requests", value=1, timeout_s=20)
+    assert pair.until("decode", "held_requests", value=2, timeout_s=20)  # one has arrived and is held, one waits
     pair.decode.ask("abort", request_id=second)
-    assert pair.both_are_free()
+    assert pair.until("prefill", "held_requests", value=1)
     assert pair.outcome(first)["reason"] == "length"
+    assert pair.both_are_free()
 
 
-def preempted_requests_are_computed_again_and_counted(pair: Pair) -> None:
+def preempted_requests_read_their_kv_again_while_its_lease_is_held(pair: Pair) -> None:
     prompts = [pair.prompt(9 * BLOCK) for _ in range(2)]
     transfers = [pair.prefilled(prompt) for prompt in prompts]
-    before = pair.decode.ask("facts")["counts"]["recomputed_tokens"]
+    before = pair.counts("decode").get("read_again", 0)
     ids = [pair.submitted(prompt, transfer, 120) for prompt, transfer in zip(prompts, transfers, strict=True)]
-    assert [pair.outcome(request_id, 120)["reason"] for request_id in ids] == ["length", "length"]
-    assert pair.decode.ask("facts")["counts"]["recomputed_tokens"] > before
+    found = [pair.outcome(request_id, 120) for request_id in ids]
+    assert pair.counts("decode")["read_again"] > before
     assert pair.both_are_free()
+    assert [outcome["tokens"][:MAX_TOKENS] for outcome in found] == [pair.alone(prompt) for prompt in prompts]
+    assert {outcome["reason"] for outcome in found} == {"length"}
 
 
 def a_misfit_recomputes_its_requests_and_disturbs_nobody(pair: Pair, model: Path, folder: Path) -> None:
     config = nixl_connector("kv_consumer", kv_connector_extra_config=TIMES, kv_load_failure_policy="recompute")
-    with EngineProcess(model, folder / "misfit.log", **{**GROWABLE, "block_size": 16}, **config) as misfit:
+    with EngineProcess(model, folder / "misfit.log", **{**GROWABLE, "block_size": 64}, **config) as misfit:
         misfit.wait_ready()
         other = Pair(pair.prefill, misfit, "Pull")
         prompt, fitting = pair.prompt(2 * BLOCK), pair.prompt(2 * BLOCK)

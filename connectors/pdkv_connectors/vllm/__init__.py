@@ -26,6 +26,7 @@
 ``nixl_workers``    the stock workers, whose peers' notifications lead to pdkv's leases
 ``handshake``       what pdkv adds to the stock handshake
 ``ends``            how requests end on a rank: the endpoints of `pdkv.transfer`, a lock, a thread
+``ends_agent``      the same while the NIXL agent goes and another comes
 ``ends_prefill``    prompts that are kept for decode
 ``ends_decode``     requests whose KV comes from prefill
 ``ends_events``     what the scheduler tells the workers, and P tells D through the request

@@ -31,6 +31,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 #: Seconds that a connection may be down before its peer counts as lost; and that an unused one is kept.
 LOST_AFTER_S = 2.0
 UNUSED_AFTER_S = 600.0
+AFTER_FAILURE_S = 0.5
 _MAX_FRAMES = 256  # of one socket in one round, so that one peer cannot keep the others waiting
 
 
@@ -79,6 +80,7 @@ class ControlChannel:
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._stop = threading.Event()
         self.dropped = 0
+        self.failed_rounds = 0
         self._thread = threading.Thread(target=self._run, name="pdkv-control", daemon=True)
 
     def _listen(self, host: str) -> None:
@@ -131,7 +133,7 @@ class ControlChannel:
         try:
             while not self._stop.is_set():
                 self._wait(wait_s)
-                wait_s = self._on_round(self._receive())
+                wait_s = self._make_round(self._receive())
                 self._flush()
                 self._close_unused()
         except Exception:
@@ -142,6 +144,15 @@ class ControlChannel:
             if self._router is not None:
                 self._router.close(0)
             self._context.term()
+
+    def _make_round(self, arrived: Arrived) -> float:
+        """An error in one round must not keep leases from running out: it is counted, and the next round comes."""
+        try:
+            return self._on_round(arrived)
+        except Exception:
+            self.failed_rounds += 1
+            logger.exception("a round of the control channel failed, for the %dth time; it goes on", self.failed_rounds)
+            return AFTER_FAILURE_S
 
     def _wait(self, wait_s: float) -> None:
         poller = zmq.Poller()

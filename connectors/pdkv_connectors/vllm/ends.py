@@ -10,11 +10,10 @@ All access to endpoints and transfers is under one lock. No call waits for a pee
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +27,7 @@ from pdkv.transfer.clock import earliest
 from pdkv.transfer.messages import decode, encode
 from pdkv_connectors.vllm.block_transfers import BlockTransfers
 from pdkv_connectors.vllm.control import Arrived, ControlChannel
+from pdkv_connectors.vllm.ends_agent import AgentComesAndGoes
 from pdkv_connectors.vllm.ends_decode import DecodeEnds
 from pdkv_connectors.vllm.ends_events import Events, WorkerNews
 from pdkv_connectors.vllm.ends_prefill import PrefillEnds
@@ -45,7 +45,7 @@ IDLE_WAIT_S = 0.05
 _SHORTEST_WAIT_S = 0.001
 
 
-class WorkerEnds:
+class WorkerEnds(AgentComesAndGoes):
     """Args:
     worker: the stock worker (`nixl_workers`), registered.
     descriptor: what peers must know of this rank; its metadata is the stock agent metadata.
@@ -94,60 +94,6 @@ class WorkerEnds:
         """Stop listening and polling. Idempotent."""
         self._channel.close()
 
-    # The agent goes and comes: rebuilt, or asleep.
-
-    @contextlib.contextmanager
-    def without_agent(self) -> Iterator[None]:
-        """Inside, the stock worker and its agent are destroyed and others built: nothing touches them, peers wait.
-
-        Ends with :meth:`attach`.
-        """
-        with self._lock:
-            self._worker = None
-            self._transfers.forget()
-            yield
-
-    def holders(self) -> tuple[str, ...]:
-        """Requests whose blocks a peer may still read or write."""
-        with self._lock:
-            return tuple(name for endpoint in self._endpoints for name in endpoint.holders())
-
-    def sleep(self) -> None:
-        """Refuse peers until :meth:`attach`, which wakes. Does nothing where they are refused already.
-
-        Raises:
-            StateError: blocks are held; the message says by whom.
-        """
-        with self._lock:
-            if self._prefill is not None and not self._prefill.endpoint.asleep:
-                self._prefill.endpoint.sleep()
-
-    def attach(self, worker: Any, descriptor: Descriptor, generation: int) -> None:
-        """A new stock worker is registered, as `generation`: no transfer of the old agent goes on."""
-        with self._lock:
-            self._worker, worker.ends = worker, self
-            self._transfers = BlockTransfers(worker)
-            self._rebuild_wanted = None
-            for side in (self._prefill, self._decode):
-                if side is not None:
-                    side.attach(worker)
-                    if side is self._prefill and side.endpoint.asleep:
-                        side.endpoint.wake(generation, descriptor)
-                    else:
-                        side.endpoint.agent_rebuilt(generation, descriptor)
-            self._act()
-
-    def published(self, rank: tuple[int, int], payload: Any) -> None:
-        """The handshake that the scheduler must serve from now on."""
-        with self._lock:
-            self._handshakes[rank] = payload
-
-    def why_rebuild(self) -> str | None:
-        """Why the agent must be destroyed and built anew now; None where it need not be."""
-        with self._lock:
-            stock = None if self._decode is None else self._decode.stock.why_rebuild()
-            return self._rebuild_wanted or stock
-
     @property
     def info(self) -> RankInfo:
         """What to put into the handshake."""
@@ -168,7 +114,7 @@ class WorkerEnds:
 
     def load(self, events: Events) -> None:
         """What touches blocks or lets go of them: after the step's zeroing of new blocks has been issued."""
-        if self._decode is not None and (events.allocated or events.gone):
+        if self._decode is not None and (events.allocated or events.preempted or events.gone):
             with self._lock:
                 self._decode.load(events)
                 self._act()
@@ -190,9 +136,9 @@ class WorkerEnds:
     def take_news(self) -> WorkerNews | None:
         """What the scheduler must know beside that."""
         with self._lock:
-            failed = {} if self._decode is None else self._decode.take_news()
-            handshakes, self._handshakes = self._handshakes, {}
-            return WorkerNews(failed, handshakes) if failed or handshakes else None
+            news = WorkerNews() if self._decode is None else self._decode.take_news()
+            news.handshakes, self._handshakes = self._handshakes, {}
+            return news if news.failed or news.again or news.handshakes else None
 
     # From stock peers, by way of the stock worker.
 
@@ -318,24 +264,30 @@ class WorkerEnds:
     def snapshot(self) -> dict[str, Any]:
         """Counters and gauges of both sides, as in the status file."""
         with self._lock:
-            state: dict[str, Any] = {"transfers": len(self._transfers), "control_dropped": self._channel.dropped}
+            state: dict[str, Any] = {
+                "transfers": len(self._transfers),
+                "control_dropped": self._channel.dropped,
+                "failed_rounds": self._channel.failed_rounds,
+            }
             for name, side in (("prefill", self._prefill), ("decode", self._decode)):
                 if side is not None:
-                    quarantine = side.endpoint.quarantine
-                    state[name] = {
-                        "generation": side.endpoint.me.generation,
-                        "held_requests": len(side.endpoint.holders()),
-                        "quarantined_blocks": quarantine.num_blocks,
-                        "quarantine_age_s": int(quarantine.oldest_age_s),
-                        "counters": side.endpoint.counters.as_dict(),
-                    }
+                    state[name] = _describe(side.endpoint)
             return state
 
     def _publish(self) -> None:
-        state = self.snapshot()
-        if state != self._reported:
+        if (state := self.snapshot()) != self._reported:
             self._reported = state
             self._report(state)
+
+
+def _describe(endpoint: Endpoint) -> dict[str, Any]:
+    return {
+        "generation": endpoint.me.generation,
+        "held_requests": len(endpoint.holders()),
+        "quarantined_blocks": endpoint.quarantine.num_blocks,
+        "quarantine_age_s": int(endpoint.quarantine.oldest_age_s),
+        "counters": endpoint.counters.as_dict(),
+    }
 
 
 def _decoded(endpoint: Endpoint, frame: bytes) -> Any:

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 
 from pdkv.errors import StateError
 from pdkv.transfer import Consumer, ConsumerSettings, Descriptor, EngineRef, FailCode, SystemClock
-from pdkv_connectors.vllm.ends_events import Arrival, Events
+from pdkv_connectors.vllm.ends_events import Arrival, Events, WorkerNews
 from pdkv_connectors.vllm.stock_peers import StockLoads
 
 logger = init_logger(f"vllm.{__name__}")
@@ -41,6 +41,7 @@ class DecodeEnds:
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._news: dict[str, str] = {}
+        self._again: dict[str, bool] = {}
 
     def attach(self, worker: Any) -> None:
         """Another stock worker, with another agent: loads from stock engines have ended with the old one."""
@@ -81,6 +82,8 @@ class DecodeEnds:
                 if request_id in self._over:
                     self._failed.add(request_id)
             self.endpoint.allocated(request_id, runs)
+        for request_id in events.preempted:
+            self._again[request_id] = self.endpoint.preempted(request_id)
         for request_id, reason in events.gone.items():
             self._over.pop(request_id, None)
             self.endpoint.gone(request_id, reason)
@@ -109,7 +112,7 @@ class DecodeEnds:
         failed, self._failed = self._failed | self.stock.newly_failed(), set()
         return received, failed
 
-    def take_news(self) -> dict[str, str]:
-        """Failed requests and why, for the scheduler."""
-        news, self._news = self._news, {}
+    def take_news(self) -> WorkerNews:
+        """For the scheduler."""
+        news, self._news, self._again = WorkerNews(self._news, self._again), {}, {}
         return news

@@ -132,6 +132,7 @@ class Events:
     aborted: dict[str, str] = field(default_factory=dict)  # P: name -> reason
     arrived: list[Arrival] = field(default_factory=list)
     allocated: dict[str, tuple[BlockRun, ...]] = field(default_factory=dict)
+    preempted: list[str] = field(default_factory=list)  # D: can their KV be read again?
     gone: dict[str, str] = field(default_factory=dict)  # D: request id -> reason
 
 
@@ -147,13 +148,16 @@ class WorkerNews(KVConnectorWorkerMetadata):
 
     Attributes:
         failed: D: request id -> reason, of requests whose KV will not come.
+        again: D: of preempted requests, whether prefill still keeps their KV for this rank.
         handshakes: (pipeline rank, tensor rank) -> payload to serve from now on: the agent was rebuilt.
     """
 
     failed: dict[str, str] = field(default_factory=dict)
+    again: dict[str, bool] = field(default_factory=dict)
     handshakes: dict[tuple[int, int], Any] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        if isinstance(other, WorkerNews):
-            return WorkerNews({**self.failed, **other.failed}, {**self.handshakes, **other.handshakes})
-        return self
+        if not isinstance(other, WorkerNews):
+            return self
+        again = {key: self.again.get(key, True) and other.again.get(key, True) for key in self.again | other.again}
+        return WorkerNews({**self.failed, **other.failed}, again, {**self.handshakes, **other.handshakes})

@@ -95,6 +95,7 @@ class PrefillEnds:
         request_id = self._request_ids.pop(name, None)
         if request_id is not None:
             del self._held[request_id]
+            self.stock.forget(request_id)
         return request_id
 
     def sent_to_stock(self, request_ids: Iterable[str]) -> None:

@@ -53,6 +53,10 @@ class EndsScheduler:
         self._serial = itertools.count(1)
         self._references = IssuedReferences(SystemClock(), Counters())
         self._remote: set[str] = set()  # D: requests whose KV comes by pdkv's protocol
+        self._holds = transfer is not None and "pdkv_hold_s" in (transfer.kv_connector_extra_config or {})
+        self._preemptions: dict[str, int] = {}  # D: of a request, as many as the workers were asked about
+        self._asking: set[str] = set()  # D: preempted requests of which the workers have yet to say
+        self._again: dict[str, bool] = {}  # ... whether their KV can be read again
         self._failed: dict[str, str] = {}  # D: of these, such whose KV will not come, and why
 
     # Requests.
@@ -87,10 +91,34 @@ class EndsScheduler:
             arrival.num_tokens = arrival.remote.num_tokens
         return arrival
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._recompute and request.request_id in self._failed:
             return 0, False  # it failed in the queue: computed here, without waiting for blocks to load into
+        if request.request_id in self._remote and request.num_preemptions > 0 and not self._can_go_on(request):
+            return None, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)  # type: ignore[misc, no-any-return]
+
+    def _can_go_on(self, request: Any) -> bool:
+        """Whether it is known what becomes of a preempted request: read again while prefill keeps its KV, or computed.
+
+        The workers know; where prefill is told to keep nothing that has arrived, it is computed without waiting for
+        their answer. Either is counted.
+        """
+        request_id, params = request.request_id, request.kv_transfer_params
+        if self._preemptions.get(request_id, 0) < request.num_preemptions:
+            self._preemptions[request_id] = request.num_preemptions
+            self._events.preempted.append(request_id)
+            if self._holds:
+                self._asking.add(request_id)
+        if request_id not in self._asking:
+            return True
+        if request_id not in self._again:
+            return False
+        self._asking.discard(request_id)
+        params["do_remote_prefill"] = self._again.pop(request_id)
+        if not params["do_remote_prefill"]:
+            self._events.gone[request_id] = "preempted, and the lease of one rank has ended"
+        return True
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         params = request.kv_transfer_params or {}
@@ -108,7 +136,9 @@ class EndsScheduler:
         request_id = request.request_id
         if request_id in self._remote:
             self._remote.discard(request_id)
-            self._failed.pop(request_id, None)
+            self._asking.discard(request_id)
+            for book in (self._failed, self._preemptions, self._again):
+                book.pop(request_id, None)
             self._events.gone[request_id] = f"the request is over on decode ({request.status.name.lower()})"
             (request.kv_transfer_params or {})["do_remote_prefill"] = False
             return False, None
@@ -167,6 +197,7 @@ class EndsScheduler:
         news = connector_output.kv_connector_worker_meta
         if isinstance(news, WorkerNews):
             self._failed.update((key, reason) for key, reason in news.failed.items() if key in self._remote)
+            self._again.update((key, again) for key, again in news.again.items() if key in self._asking)
             if news.handshakes:
                 self.set_xfer_handshake_metadata({**self._handshakes, **news.handshakes})
 

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 
 #: Keys of ``kv_connector_extra_config``: the longest wait for blocks on decode, then for the KV; for an answer of
-#: prefill; for a transfer that was given up, before the agent is rebuilt.
-SETTINGS = ("pdkv_wait_s", "pdkv_transfer_s", "pdkv_silence_s", "pdkv_rebuild_after_s")
+#: prefill; for a transfer that was given up, before the agent is rebuilt; and how long prefill keeps blocks that have
+#: arrived, in case their request is preempted.
+SETTINGS = ("pdkv_wait_s", "pdkv_transfer_s", "pdkv_silence_s", "pdkv_rebuild_after_s", "pdkv_hold_s")
 
 
 def lease_settings(vllm_config: VllmConfig) -> LeaseSettings:

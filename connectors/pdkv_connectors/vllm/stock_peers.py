@@ -50,6 +50,10 @@ class StockDecoders:
             del self._consumers[request_id]
             self._say(Done, reference)
 
+    def forget(self, request_id: str) -> None:
+        """Its blocks are held no more."""
+        self._consumers.pop(request_id, None)
+
     def _say(self, kind: type[Renew] | type[Done], reference: Reference, **fields: Any) -> None:
         key = TransferKey(reference.request_id, 0, 0)
         self._producer.received(

@@ -27,11 +27,14 @@ class Side:
         self.decode: queue.Queue[bytes] = queue.Queue()
         self.lost: queue.Queue[str] = queue.Queue()
         self.rounds = 0
+        self.raises = False
         self.channel = ControlChannel(host, name, self._round)
         self.channel.start()
 
     def _round(self, arrived: Arrived) -> float:
         self.rounds += 1
+        if self.raises:
+            raise RuntimeError("an error, for a test")
         for frames, received in ((arrived.for_prefill, self.prefill), (arrived.for_decode, self.decode)):
             for frame in frames:
                 received.put(frame)
@@ -101,6 +104,23 @@ def test_frames_larger_than_a_peer_may_send_are_not_received_and_smaller_ones_ar
 
     wait_until(asked_again)
     assert prefill.prefill.get(timeout=DEADLINE_S) == b"question"
+
+
+def test_an_error_in_one_round_is_counted_and_the_next_round_comes(
+    make: Callable[[str | None, str], Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "AFTER_FAILURE_S", 0.0)
+    prefill, decode = make("127.0.0.1", "P/d"), make(None, "D/d")
+    prefill.raises = True
+    decode.channel.send("P/p", prefill.channel.address, b"lost in the error")
+    wait_until(lambda: prefill.channel.failed_rounds > 0)
+    prefill.raises = False
+
+    def asked_again() -> bool:
+        decode.channel.send("P/p", prefill.channel.address, b"question")
+        return not prefill.prefill.empty()
+
+    wait_until(asked_again)
 
 
 def test_closing_twice_is_harmless_and_ends_the_thread(make: Callable[[str | None, str], Side]) -> None:
