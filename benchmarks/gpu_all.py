@@ -86,6 +86,7 @@ STEPS = (
 ON_REQUEST = (
     tests("vllm-sizing", "test_vllm_sizing.py", 420),
     tests("nixl", "test_gpu_transport.py", 300),
+    tests("vllm-pdkv", "test_vllm_pdkv.py", 420),
     Step("transfer-nixl", ("benchmarks/transfer.py", "--only", "nixl-cuda", "--quick"), 150),
     tests("vllm-sleep", "test_vllm_sleep.py", 480),
     tests("vllm-tp2", "test_vllm_tp2.py", 300),

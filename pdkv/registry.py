@@ -68,6 +68,11 @@ def find(name: str) -> ConnectorEntry:
     return entry
 
 
+def transport_names() -> tuple[str, ...]:
+    """Names of all installed transports, sorted."""
+    return tuple(sorted(point.name for point in entry_points(group=TRANSPORTS)))
+
+
 def find_transport(name: str) -> Callable[[], Transport]:
     """What makes a transport of this name, or of the form ``module:function``.
 

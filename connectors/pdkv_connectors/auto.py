@@ -33,6 +33,7 @@ from pdkv.transfer.transport import Transfer, TransferState, Transport
 
 if TYPE_CHECKING:
     from pdkv.kvcache import GrowableKVCache
+    from pdkv.transfer.geometry import CacheGeometry
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +136,13 @@ class AutoTransport(Transport):
         self._registered = registered
         logger.info("Transports of %s: %s. Not used: %s.", engine.engine_id, ", ".join(registered), self.unavailable)
 
+    @property
+    def geometry(self) -> CacheGeometry | None:
+        """The registered cache's, as all transports have it; None where nothing is registered."""
+        return next(
+            (transport.geometry for transport in self._registered.values() if hasattr(transport, "geometry")), None
+        )
+
     def unregister(self) -> None:
         running = sum(transfer.poll() is TransferState.RUNNING for transfer in list(self._transfers))
         if running:
@@ -216,17 +224,13 @@ class AutoTransport(Transport):
         for transport in self._registered.values():
             transport.progress()
 
-    # What ipc needs beside the contract.
-
-    def offer(self, block_ids: Sequence[int], *, group: int = 0, after: int | None = None) -> None:
-        """As ``IpcTransport.offer``, where ipc is used."""
-        if (ipc := self._registered.get("ipc")) is not None:
-            ipc.offer(block_ids, group=group, after=after)  # type: ignore[attr-defined]
+    def offer(self, block_ids: Sequence[int]) -> None:
+        for transport in self._registered.values():
+            transport.offer(block_ids)
 
     def withdraw(self, block_ids: Sequence[int]) -> None:
-        """As ``IpcTransport.withdraw``, where ipc is used."""
-        if (ipc := self._registered.get("ipc")) is not None:
-            ipc.withdraw(block_ids)  # type: ignore[attr-defined]
+        for transport in self._registered.values():
+            transport.withdraw(block_ids)
 
     # State.
 

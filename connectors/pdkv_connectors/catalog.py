@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from pdkv.registry import ConnectorEntry
 
+PDKV = ConnectorEntry(
+    name="pdkv",
+    vllm_class="PdkvConnector",
+    vllm_module_path="pdkv_connectors.vllm.connector",
+    summary="decode reads KV from prefill by pdkv's own protocol, over the transport of your choice",
+)
+
 NIXL_PULL = ConnectorEntry(
     name="nixl-pull",
     vllm_class="PdkvNixlPullConnector",

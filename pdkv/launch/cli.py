@@ -111,6 +111,8 @@ def _add_server_options(g: argparse._ArgumentGroup) -> None:
     g.add_argument("--decode-port", type=int, help="role pd: the decode engine's port")
     g.add_argument("--side-channel-host", help="address at which peers reach the handshake (default: --host)")
     g.add_argument("--side-channel-port", type=int, help="its port; with role pd decode gets the next one")
+    g.add_argument("--side-channel-peer", action="append", dest="side_channel_peers", metavar="HOST:PORT",
+                   help="decode, connector pdkv: where prefill listens; may be given several times")  # fmt: skip
     g.add_argument("--prefill-url", action="append", metavar="URL",
                    help="role proxy: base URL of a prefill engine; may be given several times")  # fmt: skip
     g.add_argument("--decode-url", action="append", metavar="URL",

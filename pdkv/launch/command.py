@@ -27,6 +27,9 @@ The engine also reads these variables, all optional:
 ``PDKV_GRANULE``             smallest chunk in bytes; host memory only
 ``PDKV_STATUS_DIR``          folder for the engine's status files; unset: none are written
 ``PDKV_PROBE``               0 skips the bandwidth probe at start-up on CUDA
+``PDKV_SIDE_CHANNEL``        connector pdkv: where to listen, ``host:port``
+``PDKV_SIDE_CHANNEL_PEERS``  connector pdkv, decode: where prefill engines listen, separated by commas
+``PDKV_TRANSPORT``           connector pdkv: ``auto`` or the name of a transport
 ``PDKV_ADMISSION_REQUESTS``  decode: requests that may wait for KV from prefill
 ``PDKV_ADMISSION_BLOCKS``    decode: blocks that their prompts may have together
 ===========================  ===========================================================================
@@ -127,6 +130,12 @@ def http_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def side_channel_address(engine: EngineSettings) -> str:
+    """``host:port`` of an engine's side channel; IPv6 addresses get their brackets."""
+    host = engine.side_channel_host or engine.host
+    return f"[{host}]:{engine.side_channel_port}" if ":" in host else f"{host}:{engine.side_channel_port}"
+
+
 def engine_command(engine: EngineSettings, connector: ConnectorEntry | None, status_dir: Path | None) -> Command:
     """The command of one engine.
 
@@ -205,6 +214,10 @@ def _engine_environment(engine: EngineSettings, status_dir: Path | None) -> tupl
     if engine.role != "aggregated":
         env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = engine.side_channel_host or engine.host
         env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(engine.side_channel_port)
+    if engine.role != "aggregated" and engine.kind == "pdkv":
+        env["PDKV_SIDE_CHANNEL"] = side_channel_address(engine)
+        if engine.side_channel_peers:
+            env["PDKV_SIDE_CHANNEL_PEERS"] = ",".join(engine.side_channel_peers)
     if engine.device == "cpu" and engine.cpus is not None:
         env["VLLM_CPU_OMP_THREADS_BIND"] = engine.cpus
     if engine.kv_bytes is not None:

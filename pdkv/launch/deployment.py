@@ -18,7 +18,7 @@ from typing import Any
 
 from pdkv import registry
 from pdkv.errors import ConfigError, LaunchError
-from pdkv.launch.command import STOCK_NIXL, engine_command, proxy_command
+from pdkv.launch.command import STOCK_NIXL, engine_command, proxy_command, side_channel_address
 from pdkv.launch.machine import check_port, pick_free_ports, resolve, share_cpus, share_memory
 from pdkv.launch.process import Report
 from pdkv.launch.settings import ENGINE_READY_TIMEOUT_S, EngineSettings, PDSettings, engine_settings
@@ -47,6 +47,8 @@ class PDDeployment(Deployment):
             check_port(settings.proxy_host, proxy_port)
         else:
             (proxy_port,) = pick_free_ports([settings.proxy_host])
+        if not decode.side_channel_peers:
+            decode = replace(decode, side_channel_peers=(side_channel_address(prefill),))
         self.settings = replace(settings, prefill=prefill, decode=decode, proxy_port=proxy_port)
         self._status_dirs = _status_dirs(settings.status_dir or log_dir / "status", (prefill, decode))
         engines = [

@@ -52,6 +52,8 @@ class EngineSettings:
         host, port: where the HTTP server listens; port 0 has a free one picked.
         side_channel_host: address that peers reach the connector's handshake at; None means `host`.
         side_channel_port: 0 has a free one picked.
+        side_channel_peers: ``host:port`` of each prefill engine's side channel, for decode with connector ``pdkv``; a
+            deployment of both fills it in.
         device: ``auto`` is ``cuda`` where an NVIDIA device node exists, else ``cpu``.
         kv_bytes: budget of the final KV cache in bytes; None sizes it by what is free after warmup.
         engine_memory: bytes that the engine may use in all, KV cache included; None is vLLM's share of the device, and
@@ -81,6 +83,7 @@ class EngineSettings:
     port: int = 0
     side_channel_host: str | None = None
     side_channel_port: int = 0
+    side_channel_peers: tuple[str, ...] = ()
     device: str = "auto"
     kv_bytes: int | None = None
     engine_memory: int | None = None
@@ -114,6 +117,7 @@ class EngineSettings:
         _require_texts("extra_args", self.extra_args)
         if not isinstance(self.connector_config, Mapping):
             raise ConfigError(f"connector_config {self.connector_config!r} is no table of the connector's settings.")
+        _require_texts("side_channel_peers", self.side_channel_peers)
         if not isinstance(self.extra_env, Mapping):
             raise ConfigError(f"extra_env {self.extra_env!r} is no table of variables and their values.")
         _require_texts("extra_env", tuple(self.extra_env.values()))
@@ -244,10 +248,11 @@ def engine_settings(**values: Any) -> EngineSettings:
     values = {name: parse_nbytes(v) if name in SIZES and v is not None else v for name, v in values.items()}
     require_text("model", str(values["model"]) if isinstance(values["model"], Path) else values["model"])
     values["model"] = Path(values["model"])
-    extra = values.get("extra_args", ())
-    if not isinstance(extra, list | tuple):  # a text would pass for its letters
-        raise ConfigError(f'extra_args {extra!r} is no list; write ["--seed", "0"].')
-    values["extra_args"] = tuple(extra)
+    for name, example in (("extra_args", '["--seed", "0"]'), ("side_channel_peers", '["10.0.0.7:5600"]')):
+        given = values.get(name, ())
+        if not isinstance(given, list | tuple):  # a text would pass for its letters
+            raise ConfigError(f"{name} {given!r} is no list; write {example}.")
+        values[name] = tuple(given)
     return EngineSettings(**values)
 
 

@@ -51,6 +51,10 @@ class TransportHost(Protocol):
 
     def write(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer: ...
 
+    def offer(self, block_ids: Sequence[int]) -> None: ...
+
+    def withdraw(self, block_ids: Sequence[int]) -> None: ...
+
     def progress(self) -> None: ...
 
     @property
@@ -136,6 +140,13 @@ class LocalHost:
 
     def write(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
         return self._require().write(peer, pairs)
+
+    def offer(self, block_ids: Sequence[int]) -> None:
+        self._require().offer(block_ids)
+
+    def withdraw(self, block_ids: Sequence[int]) -> None:
+        if self._transport is not None:
+            self._transport.withdraw(block_ids)
 
     def progress(self) -> None:
         if self._transport is not None:

@@ -16,14 +16,15 @@ one, `close_s` at most, in :meth:`Session.close` and where an agent must be rebu
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from pdkv import lifecycle
-from pdkv.errors import StateError
+from pdkv.errors import PdkvError, StateError
 from pdkv.transfer import actions as do
 from pdkv.transfer.admission import Room
-from pdkv.transfer.blocks import BlockRun
+from pdkv.transfer.blocks import BlockRun, block_ids
 from pdkv.transfer.consumer import Consumer
 from pdkv.transfer.hosting import LocalHost
 from pdkv.transfer.messages import EngineRef, FailCode
@@ -32,6 +33,8 @@ from pdkv.transfer.reference import Reference
 from pdkv.transfer.session_base import Event, Role, SessionSettings
 from pdkv.transfer.session_sleep import SleepingSession
 from pdkv.transfer.session_thread import SessionThread, Turn
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Event", "Role", "Session", "SessionSettings"]
 
@@ -72,6 +75,7 @@ class Session(SleepingSession):
         with self._lock:
             self._require_accepting(f"prefill {request_id!r}")
             reference = self._prefill().prefilled(request_id, runs, num_tokens, ranks=ranks)
+            self._offer_to_peers(block_ids(runs))
             self._after_call()
             return reference
 
@@ -223,6 +227,15 @@ class Session(SleepingSession):
         if self._thread is not None:
             due_at = self._next_deadline()
             self._thread.wake(0.0 if self._running else None if due_at is None else due_at - self._clock.monotonic())
+
+    def _offer_to_peers(self, blocks: Sequence[int]) -> None:
+        if not self._is_pull or not blocks:
+            return
+        try:
+            self.host.offer(blocks)
+        except PdkvError as error:  # peers can read them all the same, only later
+            self.counters.count("offers_refused")
+            logger.warning("The transport could not prepare %d blocks: %s", len(blocks), error)
 
     def _prefill(self) -> Producer:
         if self._producer is None:

@@ -141,6 +141,8 @@ class SessionBase:
             case do.RebuildAgent():
                 self._rebuild(action.reason)
             case do.FreeBlocks():
+                if endpoint is self._producer:
+                    self.host.withdraw(action.block_ids)
                 self._events.append(action)
             case do.Loaded() | do.Failed() | do.Recompute():
                 self._admission.leave(action.request_id)

@@ -160,6 +160,17 @@ class Transport(ABC):
     def write(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
         """Post a WRITE of our `source` blocks into the peer's `destination` blocks. Raises as :meth:`read` does."""
 
+    def offer(self, block_ids: Sequence[int]) -> None:
+        """These blocks are complete, and peers are going to read them: prepare what makes that fast.
+
+        Nobody has to; what was not offered can be read all the same.
+        """
+        return
+
+    def withdraw(self, block_ids: Sequence[int]) -> None:
+        """These blocks may be written from now on; said before anybody writes what had been offered."""
+        return
+
     def progress(self) -> None:
         """Serve peers, as far as that takes this side's part: what they read and write goes on while this is called.
 

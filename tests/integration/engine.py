@@ -47,6 +47,25 @@ def nixl_connector(role: str, mode: str = "Pull", *, stock: bool = False, **more
     return {"kv_transfer_config": config}
 
 
+def pdkv_connector(role: str, side_channel: int, *, transport: str = "auto", **extra: Any) -> dict[str, Any]:
+    """`kv_transfer_config` for `PdkvConnector`.
+
+    Args:
+        side_channel: the port where prefill listens.
+        extra: further ``kv_connector_extra_config``, and ``kv_load_failure_policy``.
+    """
+    where = f"127.0.0.1:{side_channel}"
+    channel = {"pdkv_side_channel": where} if role == "kv_producer" else {"pdkv_side_channel_peers": where}
+    config = {
+        "kv_connector": "PdkvConnector",
+        "kv_connector_module_path": "pdkv_connectors.vllm.connector",
+        "kv_role": role,
+        "kv_load_failure_policy": extra.pop("kv_load_failure_policy", "fail"),
+        "kv_connector_extra_config": {"pdkv_transport": transport, **channel, **extra},
+    }
+    return {"kv_transfer_config": config}
+
+
 def free_port() -> int:
     """A TCP port on loopback that was free a moment ago.
 

@@ -346,6 +346,9 @@ class Engine:
         if connector is not None and hasattr(connector.connector_scheduler, "accounts"):
             counts = connector.connector_scheduler.accounts.counts
             facts["counts"] = {name: getattr(counts, name) for name in counts.__dataclass_fields__}
+        session = getattr(getattr(connector, "connector_scheduler", None), "session", None)
+        if session is not None:
+            facts["metrics"] = session.metrics()
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
         if has_kv_transfer_group():

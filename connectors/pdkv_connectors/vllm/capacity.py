@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 from pdkv.errors import ConnectorError
 from pdkv.kvcache.ranks import minimum_over
 from pdkv.kvcache.sizing import SizingConstants, require_room_for_one_request
+from pdkv_connectors.vllm.late import BuiltLate
 from pdkv_connectors.vllm.placement import why_not_growable
 
 if TYPE_CHECKING:
@@ -91,11 +92,9 @@ class CapacityWorker:
         transfer = self.vllm_config.kv_transfer_config
         if transfer is None:
             return
-        from pdkv_connectors.vllm.facade import LateConnector
-
         connector = KVConnectorFactory.get_connector_class(transfer)
-        if not issubclass(connector, LateConnector):
+        if not issubclass(connector, BuiltLate):
             raise ConnectorError(
                 f"{connector.__name__} registers the KV cache before it has grown, addresses without memory included; "
-                "use PdkvNixlPullConnector from pdkv_connectors.vllm.nixl, or vLLM's own worker class."
+                "use PdkvConnector from pdkv_connectors.vllm.connector, or vLLM's own worker class."
             )

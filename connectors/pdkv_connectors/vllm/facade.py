@@ -23,6 +23,7 @@ from pdkv_connectors.vllm.ends_events import events_of
 from pdkv_connectors.vllm.facade_ends import EndsConnector
 from pdkv_connectors.vllm.facade_sleep import SleepingConnector
 from pdkv_connectors.vllm.guard import GuardedAgent
+from pdkv_connectors.vllm.late import BuiltLate
 from pdkv_connectors.vllm.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")
 
 
-class LateConnector(SleepingConnector, EndsConnector, NixlBaseConnector):
+class LateConnector(SleepingConnector, EndsConnector, BuiltLate, NixlBaseConnector):
     """A stock NIXL connector whose worker side is built by :meth:`build`.
 
     Subclasses mix in a stock connector class and say by `make_worker` what :meth:`build` builds, and by

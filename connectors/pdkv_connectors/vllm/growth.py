@@ -253,7 +253,7 @@ class GrowableWorker(CapacityWorker, SleepingWorker):
         extended = lifecycle.extend(cache, num_blocks, factory, rebind=self._rebind_committed)
         self._extended = True
         self.times_s.update(extended.times_s)
-        if factory is not None:
+        if factory is not None and factory.connector.agent is not None:
             self.check_bandwidth(cache, factory.connector.agent)
         if self.cache_config.kv_cache_memory_bytes is None:
             self.cap_allocator()

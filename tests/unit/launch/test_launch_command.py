@@ -30,6 +30,16 @@ def option(made: Command, name: str) -> str:
     return made.argv[made.argv.index(name) + 1]
 
 
+def test_decode_is_told_where_prefill_listens():
+    made = command(role="decode", side_channel_peers=["127.0.0.1:5601", "[::1]:5602"])
+    assert made.env["PDKV_SIDE_CHANNEL_PEERS"] == "127.0.0.1:5601,[::1]:5602"
+    assert made.env["PDKV_SIDE_CHANNEL"] == "127.0.0.1:5600"
+
+
+def test_an_ipv6_side_channel_gets_its_brackets():
+    assert command(side_channel_host="::1").env["PDKV_SIDE_CHANNEL"] == "[::1]:5600"
+
+
 @pytest.mark.parametrize(("device", "block_size", "nearest"), [("cpu", 48, "32 or 64"), ("cuda", 24, "16 or 32")])
 def test_a_block_size_that_the_attention_kernels_do_not_take_is_refused_with_the_nearest_that_they_do(
     device: str, block_size: int, nearest: str
@@ -53,6 +63,7 @@ def test_a_growable_prefill_engine_on_the_cpu():
     assert made.env == {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": "5600",
+        "PDKV_SIDE_CHANNEL": "127.0.0.1:5600",
         "PDKV_WARMUP_BLOCKS": "4",
         "PDKV_CAPACITY_BLOCKS": "99",
         "PDKV_GRANULE": "65536",

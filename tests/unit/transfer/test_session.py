@@ -237,6 +237,40 @@ def test_I11_blocks_of_a_stuck_transfer_come_back_only_when_the_agent_was_rebuil
     pair.close()
 
 
+class Announcing(InprocTransport):
+    """Notes what it is told of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[str, tuple[int, ...]]] = []
+
+    def offer(self, block_ids: Sequence[int]) -> None:
+        self.told.append(("offer", tuple(block_ids)))
+
+    def withdraw(self, block_ids: Sequence[int]) -> None:
+        self.told.append(("withdraw", tuple(block_ids)))
+
+
+def test_a_transport_hears_of_offered_blocks_and_of_their_end_before_the_pool_does() -> None:
+    made: list[Announcing] = []
+
+    def make() -> Announcing:
+        made.append(Announcing())
+        return made[-1]
+
+    pair = SessionPair(make_transport=make)
+    reference = pair.offer("r", [1, 2])
+    prefill, decode = made
+    assert prefill.told == [("offer", (1, 2))]
+    pair.decode.arrived("r", reference, 32)
+    pair.decode.allocated("r", run(3, 4))
+    pair.settle()
+    assert prefill.told == [("offer", (1, 2)), ("withdraw", (1, 2))]
+    assert pair.of("P", FreeBlocks) == [FreeBlocks("r", (1, 2))]
+    assert not decode.told
+    pair.close()
+
+
 # Sleep.
 
 

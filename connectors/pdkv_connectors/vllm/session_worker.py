@@ -1,0 +1,198 @@
+"""A rank's half of `PdkvConnector`: a transport over the rank's cache, which does what the scheduler's half orders.
+
+It is driven by vLLM's steps, which vLLM makes as long as a request holds blocks for a peer or waits for KV.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from pdkv.errors import PdkvError, StateError
+from pdkv.transfer.blocks import BlockPair
+from pdkv.transfer.messages import EngineRef
+from pdkv.transfer.transport import Transfer, TransferState, Transport
+from pdkv_connectors.vllm.session_orders import (
+    Connect,
+    Disconnect,
+    Offer,
+    Order,
+    Post,
+    RankRegistration,
+    Rebuild,
+    StepReports,
+    Withdraw,
+)
+
+if TYPE_CHECKING:
+    from pdkv.kvcache import GrowableKVCache
+
+logger = init_logger(f"vllm.{__name__}")
+
+CONNECT_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
+
+
+class SessionWorker:
+    """Args:
+    make_transport: builds one; called again after each sleep and for each rebuilt agent.
+    engine_id: of this rank, new at each start.
+    shape: see :class:`RankRegistration`.
+    zero_received: a negative control: what has arrived is zeroed.
+    """
+
+    def __init__(
+        self,
+        make_transport: Callable[[], Transport],
+        engine_id: str,
+        rank: int,
+        *,
+        shape: str,
+        zero_received: bool = False,
+    ) -> None:
+        self._make, self._shape, self._zero = make_transport, shape, zero_received
+        self._rank = rank
+        self._last = EngineRef(engine_id, 0)
+        self._cache: GrowableKVCache | None = None
+        self._transport: Transport | None = None
+        self._known: dict[str, tuple[EngineRef, bytes]] = {}
+        self._running: dict[int, tuple[Transfer, Post, float]] = {}
+        self._moving_s = 0.0  # from posting until the end was seen, of all transfers together
+        self._reports = StepReports()
+        self._state: dict[str, object] = {}
+
+    @property
+    def registration(self) -> RankRegistration:
+        """What is registered now.
+
+        Raises:
+            StateError: nothing is.
+        """
+        if self._transport is None or self._cache is None:
+            raise StateError("the KV cache of this rank is not registered; it is asleep, or has not been extended yet.")
+        return RankRegistration(self._last, self._transport.describe(), self._cache.num_committed_blocks, self._shape)
+
+    @property
+    def transport(self) -> Transport | None:
+        """The transport; None while nothing is registered."""
+        return self._transport
+
+    def register(self, cache: GrowableKVCache) -> None:
+        """Register the committed blocks by a new transport, in the next generation. Raises as transports do."""
+        engine = EngineRef(self._last.engine_id, max(self._last.generation + 1, cache.generation))
+        transport = self._make()
+        try:
+            transport.register(cache, engine)
+        except BaseException:
+            transport.close(timeout_s=CLOSE_TIMEOUT_S)
+            raise
+        self._cache, self._transport, self._last = cache, transport, engine
+
+    def unregister(self) -> None:
+        """Destroy the transport's agent, and end what still runs. Idempotent."""
+        transport, self._transport = self._transport, None
+        self._known.clear()
+        self._running.clear()
+        if transport is not None:
+            transport.close(timeout_s=CLOSE_TIMEOUT_S)
+
+    def work_off(self, orders: list[Order]) -> None:
+        """Do what the step orders. What fails is reported, and hurts no other order."""
+        if self._transport is not None:
+            self._transport.progress()
+        for order in orders:
+            match order:
+                case Connect():
+                    engine, metadata = order.ranks[self._rank]
+                    self._known[engine.engine_id] = (engine, metadata)
+                case Disconnect():
+                    self._forget(order.engine_ids[self._rank])
+                case Post():
+                    self._post(order)
+                case Offer() | Withdraw():
+                    self._announce(order)
+                case Rebuild():
+                    self._rebuild()
+
+    def collect(self) -> StepReports | None:
+        """What there is to say since the last step."""
+        for number, (transfer, order, since) in list(self._running.items()):
+            if (state := transfer.poll()) is TransferState.RUNNING:
+                continue
+            del self._running[number]
+            self._moving_s += time.monotonic() - since
+            if state is TransferState.DONE and self._zero and order.reads:
+                self._zero_blocks(order.pairs)
+            self._ended(number, transfer.reason or ("" if state is TransferState.DONE else "the transfer failed"))
+        self._describe()
+        reports, self._reports = self._reports, StepReports()
+        return reports or None
+
+    # Parts.
+
+    def _post(self, order: Post) -> None:
+        peer = order.ranks[self._rank]
+        try:
+            transport = self._connected(peer)
+            post = transport.read if order.reads else transport.write
+            begin = time.monotonic()
+            self._running[order.number] = post(peer, order.pairs), order, begin
+        except PdkvError as error:
+            self._ended(order.number, f"{type(error).__name__}: {error}")
+
+    def _connected(self, peer: EngineRef) -> Transport:
+        """The transport, after it has connected to `peer` as the scheduler's half has described it."""
+        if self._transport is None:
+            raise StateError("the KV cache of this rank is asleep; wake the engine before it reads.")
+        engine, metadata = self._known.get(peer.engine_id, (peer, b""))
+        if metadata:
+            self._transport.connect(engine, metadata, timeout_s=CONNECT_TIMEOUT_S)
+            self._known[peer.engine_id] = (engine, b"")  # what it takes to connect is not needed any more
+        return self._transport
+
+    def _announce(self, order: Offer | Withdraw) -> None:
+        if self._transport is None:
+            return
+        try:
+            (self._transport.offer if isinstance(order, Offer) else self._transport.withdraw)(order.block_ids)
+        except PdkvError as error:  # peers can read them all the same, only later
+            logger.warning("pdkv: the transport could not prepare %d blocks: %s", len(order.block_ids), error)
+
+    def _forget(self, engine_id: str) -> None:
+        self._known.pop(engine_id, None)
+        if self._transport is not None:
+            self._transport.disconnect(engine_id)
+
+    def _rebuild(self) -> None:
+        cache = self._cache
+        try:
+            self.unregister()
+            if cache is None:
+                raise StateError("no KV cache was registered, so none can be registered anew.")
+            self.register(cache)
+            self._reports.rebuilt[self._rank] = self.registration
+        except PdkvError as error:
+            logger.exception("pdkv: the transport of this rank could not be built again")
+            self._reports.rebuilt[self._rank] = str(error)
+
+    def _ended(self, number: int, failure: str) -> None:
+        self._reports.ended.setdefault(number, {})[self._rank] = failure
+
+    def _zero_blocks(self, pairs: tuple[BlockPair, ...]) -> None:
+        if self._cache is not None:
+            for view in self._cache.views().values():
+                for pair in pairs:
+                    view[pair.destination].zero_()
+
+    def _describe(self) -> None:
+        """What operators see, when a transfer has ended or a peer has come."""
+        if self._reports or not self._state:
+            state: dict[str, Any] = {"registered": False}
+            if self._transport is not None:
+                state = {**self._transport.describe_state(), "moving_s": round(self._moving_s, 6)}
+            if state != self._state:
+                self._state = state
+                self._reports.state[self._rank] = state

@@ -1,0 +1,419 @@
+"""The two halves of `PdkvConnector` without a model: real sessions, a real side channel, real caches, vLLM's calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+import pdkv
+from pdkv.errors import ConfigError
+from pdkv.transfer import Reference
+from pdkv.transfer.base import PostedTransfer
+from pdkv.transfer.inproc import InprocTransport
+from pdkv.transfer.transport import TransferState, Transport
+from pdkv_connectors.vllm.session_orders import StepReports
+from pdkv_connectors.vllm.session_scheduler import KEY, SessionScheduler
+from pdkv_connectors.vllm.session_settings import ConnectorSettings
+from pdkv_connectors.vllm.session_worker import SessionWorker
+
+pytestmark = pytest.mark.vllm
+
+BLOCK = 16
+DEADLINE_S = 60.0
+SPEC = pdkv.AttentionSpec(num_kv_heads=2, block_size=BLOCK, head_size=8, dtype="float32")
+
+
+def config_of(role: str, policy: str = "fail", **extra: Any) -> Any:
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_role=role, kv_connector_extra_config=extra, kv_load_failure_policy=policy
+        ),
+        parallel_config=SimpleNamespace(data_parallel_index=0),
+        model_config=SimpleNamespace(model="m", dtype="float32"),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+    )
+
+
+CACHE_CONFIG = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))])
+
+
+@dataclass
+class Request:
+    """As much of vLLM's as the connector looks at."""
+
+    request_id: str
+    num_prompt_tokens: int
+    kv_transfer_params: dict[str, Any]
+    num_preemptions: int = 0
+    status: RequestStatus = RequestStatus.WAITING
+
+
+@dataclass
+class Blocks:
+    ids: list[int]
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return (self.ids,)
+
+
+class Stuck(InprocTransport):
+    """Its first transfers never end."""
+
+    endless = 0
+
+    def _do_post(self, *args: Any, **options: Any) -> PostedTransfer:
+        if Stuck.endless > 0:
+            Stuck.endless -= 1
+            return Endless(self, args[0], 0)
+        return super()._do_post(*args, **options)
+
+
+class Endless(PostedTransfer):
+    def _look(self) -> TransferState:
+        return TransferState.RUNNING
+
+
+@dataclass
+class Engine:
+    """A connector's two halves and the steps that vLLM would make."""
+
+    scheduler: SessionScheduler
+    workers: list[SessionWorker]
+    caches: list[pdkv.GrowableKVCache]
+    sent: list[str] = field(default_factory=list)
+    received: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    @classmethod
+    def start(
+        cls,
+        config: Any,
+        *,
+        num_blocks: int = 24,
+        ranks: int = 1,
+        make_transport: Callable[[], Transport] = InprocTransport,
+    ) -> Engine:
+        caches, workers = [], []
+        for rank in range(ranks):
+            layers = pdkv.KVCacheConfig.uniform(
+                ["a", "b"], SPEC, num_blocks=num_blocks, layout=pdkv.KVCacheLayout.LBNHC
+            )
+            cache = pdkv.GrowableKVCache(layers, pdkv.open_driver("host", granule=65536))
+            cache.commit(num_blocks, defragment=True)
+            worker = SessionWorker(make_transport, f"{config.kv_transfer_config.kv_role}/{id(cache)}", rank, shape="s")
+            worker.register(cache)
+            caches.append(cache)
+            workers.append(worker)
+        engine = cls(SessionScheduler(config, "engine", CACHE_CONFIG), workers, caches)
+        engine.publish()
+        return engine
+
+    def publish(self) -> None:
+        self.scheduler.set_registrations({rank: worker.registration for rank, worker in enumerate(self.workers)})
+
+    def step(self) -> None:
+        meta = self.scheduler.build_connector_meta(SchedulerOutput.make_empty())
+        reports: StepReports | None = None
+        for worker in self.workers:
+            worker.work_off(meta.orders)
+            of_rank = worker.collect()
+            reports = of_rank if reports is None else reports.aggregate(of_rank) if of_rank else reports
+        self.sent += meta.sent
+        self.received += meta.received
+        self.failed += meta.failed
+        self.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=reports))
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+        for worker in self.workers:
+            worker.unregister()
+        for cache in self.caches:
+            cache.close()
+
+
+class PD:
+    """Prefill and decode, stepped in turn."""
+
+    def __init__(self, *, policy: str = "fail", ranks: int = 1, decode: dict[str, Any] | None = None) -> None:
+        self.prefill = Engine.start(config_of("kv_producer"), num_blocks=40, ranks=ranks)
+        channel = self.prefill.scheduler.channel
+        assert channel is not None
+        extra = {"pdkv_side_channel_peers": str(channel.address), **(decode or {})}
+        self.decode = Engine.start(config_of("kv_consumer", policy, **extra), ranks=ranks, make_transport=Stuck)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, (self.prefill, self.decode)
+            self.prefill.step()
+            self.decode.step()
+
+    def offer(self, request_id: str, blocks: list[int], num_tokens: int) -> dict[str, Any]:
+        for rank, cache in enumerate(self.prefill.caches):
+            for view in cache.views().values():
+                for block in blocks:
+                    view[block] = torch.rand(view[block].shape) + rank
+        request = Request(
+            request_id, num_tokens, {"do_remote_decode": True}, status=RequestStatus.FINISHED_LENGTH_CAPPED
+        )
+        held, params = self.prefill.scheduler.request_finished(request, (blocks,))
+        assert held
+        assert params is not None
+        return params
+
+    def load(self, request: Request, blocks: list[int], cached_tokens: int = 0) -> None:
+        """What vLLM's scheduler does with a request that has come out of its queue."""
+        decode = self.decode.scheduler
+        count, is_async = decode.get_num_new_matched_tokens(request, cached_tokens)
+        assert is_async == (count > 0)
+        decode.update_state_after_alloc(request, Blocks(blocks), count)
+
+    def contents(self, side: Engine, blocks: list[int], rank: int = 0) -> torch.Tensor:
+        return torch.stack([view[block] for view in side.caches[rank].views().values() for block in blocks])
+
+    def same(self, theirs: list[int], ours: list[int], rank: int = 0) -> bool:
+        return torch.equal(self.contents(self.decode, ours, rank), self.contents(self.prefill, theirs, rank))
+
+    def close(self) -> None:
+        self.decode.close()
+        self.prefill.close()
+
+
+@pytest.fixture
+def pd() -> Iterator[PD]:
+    Stuck.endless = 0
+    made = PD()
+    yield made
+    made.close()
+
+
+def arrive(pd: PD, request_id: str, params: dict[str, Any], num_tokens: int) -> Request:
+    request = Request(request_id, num_tokens, params)
+    pd.decode.scheduler.on_new_request(request)
+    return request
+
+
+def test_a_prompt_moves_and_both_schedulers_hear_of_it(pd: PD) -> None:
+    request = arrive(pd, "d", pd.offer("p", [1, 2, 3], 40), 40)
+    pd.load(request, [7, 5, 9, 11])  # one block more than the prompt needs
+    pd.until(lambda: pd.decode.received == ["d"] and pd.prefill.sent == ["p"])
+    assert not pd.decode.failed
+    assert pd.same([1, 2, 3], [7, 5, 9])
+    assert not pd.contents(pd.decode, [11]).any()
+
+
+@pytest.mark.parametrize("cached", [16, 32])
+def test_only_blocks_behind_the_cached_prefix_are_read(pd: PD, cached: int) -> None:
+    request = arrive(pd, "d", pd.offer("p", [1, 2, 3], 40), 40)
+    pd.load(request, [7, 5, 9], cached)
+    pd.until(lambda: pd.decode.received == ["d"])
+    first = cached // BLOCK
+    assert pd.same([1, 2, 3][first:], [7, 5, 9][first:])
+    assert not pd.contents(pd.decode, [7, 5, 9][:first]).any()
+
+
+def test_a_prompt_that_is_cached_whole_ends_the_lease_without_a_read(pd: PD) -> None:
+    request = arrive(pd, "d", pd.offer("p", [1, 2], 32), 32)
+    pd.load(request, [7, 5], 32)
+    pd.until(lambda: pd.prefill.sent == ["p"])
+    assert not pd.decode.received
+    assert pd.decode.scheduler.host.counts["reads"] == 0
+
+
+def test_all_ranks_move_their_own_part(pd: PD) -> None:
+    both = PD(ranks=2)
+    request = arrive(both, "d", both.offer("p", [1, 2], 32), 32)
+    both.load(request, [4, 3])
+    both.until(lambda: both.decode.received == ["d"])
+    assert both.same([1, 2], [4, 3], rank=0)
+    assert both.same([1, 2], [4, 3], rank=1)
+    assert not torch.equal(both.contents(both.decode, [4], 0), both.contents(both.decode, [4], 1))
+    both.close()
+
+
+def test_a_request_that_ends_in_the_queue_frees_prefill(pd: PD) -> None:
+    request = arrive(pd, "d", pd.offer("p", [1], 16), 16)
+    request.status = RequestStatus.FINISHED_ABORTED
+    assert pd.decode.scheduler.request_finished(request, ([],)) == (False, None)
+    pd.until(lambda: pd.prefill.sent == ["p"])
+    assert not pd.decode.received
+
+
+def test_I11_a_request_that_ends_while_it_loads_gets_its_blocks_back_only_when_its_read_is_over() -> None:
+    pd = PD(decode={"pdkv_rebuild_after_s": 0.5})
+    Stuck.endless = 1
+    request = arrive(pd, "d", pd.offer("p", [1], 16), 16)
+    pd.load(request, [3])
+    pd.until(lambda: pd.decode.scheduler.host.counts["reads"] == 1)
+    generation = pd.decode.scheduler.generation
+    request.status = RequestStatus.FINISHED_ABORTED
+    pd.decode.scheduler.request_finished(request, ([3],))
+    assert not pd.decode.received
+    pd.until(lambda: pd.decode.received == ["d"])
+    assert pd.decode.scheduler.generation == generation + 1
+    assert pd.decode.scheduler.host.counts["rebuilds"] == 1
+    again = arrive(pd, "e", pd.offer("q", [2], 16), 16)
+    pd.load(again, [3])
+    pd.until(lambda: pd.decode.received == ["d", "e"])
+    assert pd.same([2], [3])
+    pd.close()
+
+
+def tampered(params: dict[str, Any]) -> dict[str, Any]:
+    return {**params, KEY: {**params[KEY], "num_tokens": 17}}
+
+
+def nothing(params: dict[str, Any]) -> dict[str, Any]:
+    return {"do_remote_prefill": True}
+
+
+@pytest.mark.parametrize("spoil", [tampered, nothing])
+def test_a_request_with_bad_parameters_fails_when_it_has_blocks(pd: PD, spoil: Callable[..., Any]) -> None:
+    request = arrive(pd, "d", spoil(pd.offer("p", [1, 2], 32)), 32)
+    pd.load(request, [3, 4])
+    pd.until(lambda: pd.decode.received == ["d"])
+    assert pd.decode.failed == ["d"]
+
+
+def test_by_policy_a_request_with_bad_parameters_is_computed_here() -> None:
+    pd = PD(policy="recompute")
+    request = arrive(pd, "d", {"do_remote_prefill": True}, 32)
+    assert pd.decode.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    pd.close()
+
+
+def test_a_prefill_engine_that_is_gone_fails_the_request() -> None:
+    pd = PD(decode={"pdkv_silence_s": 1.0})
+    params = pd.offer("p", [1], 16)
+    pd.prefill.close()
+    request = arrive(pd, "d", params, 16)
+    pd.load(request, [3])
+    deadline = time.monotonic() + DEADLINE_S
+    while not pd.decode.received:
+        assert time.monotonic() < deadline
+        pd.decode.step()
+    assert pd.decode.failed == ["d"]
+    pd.decode.close()
+
+
+def test_a_preempted_request_reads_again_while_its_lease_is_held() -> None:
+    pd = PD(decode={"pdkv_hold_s": 60.0})
+    request = arrive(pd, "d", pd.offer("p", [1, 2], 32), 32)
+    pd.load(request, [3, 4])
+    pd.until(lambda: pd.decode.received == ["d"])
+    request.num_preemptions = 1
+    pd.load(request, [8, 9])
+    pd.until(lambda: pd.decode.received == ["d", "d"])
+    assert pd.same([1, 2], [8, 9])
+    request.status = RequestStatus.FINISHED_STOPPED
+    pd.decode.scheduler.request_finished(request, ([8, 9],))
+    pd.until(lambda: pd.prefill.sent == ["p"])
+    pd.close()
+
+
+def test_a_preempted_request_whose_lease_is_over_is_computed_here(pd: PD) -> None:
+    request = arrive(pd, "d", pd.offer("p", [1], 16), 16)
+    pd.load(request, [3])
+    pd.until(lambda: pd.decode.received == ["d"])
+    request.num_preemptions = 1
+    assert pd.decode.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_engine_that_slept_serves_in_a_new_generation(pd: PD, side: str) -> None:
+    request = arrive(pd, "d", pd.offer("p", [1], 16), 16)
+    pd.load(request, [3])
+    pd.until(lambda: pd.decode.received == ["d"] and pd.prefill.sent == ["p"])
+    engine: Engine = getattr(pd, side)
+    before = engine.scheduler.generation
+    engine.scheduler.withdraw_handshake()
+    for worker, cache in zip(engine.workers, engine.caches, strict=True):
+        worker.unregister()
+        cache.release_physical()
+        cache.recommit()
+        worker.register(cache)
+    engine.publish()
+    assert engine.scheduler.generation > before
+    again = arrive(pd, "e", pd.offer("q", [2], 16), 16)
+    pd.load(again, [5])
+    pd.until(lambda: pd.decode.received == ["d", "e"])
+    assert not pd.decode.failed
+    assert pd.same([2], [5])
+
+
+def test_engines_with_other_blocks_refuse_each_other() -> None:
+    pd = PD()
+    for rank in pd.decode.workers:
+        rank._shape = "another"
+    pd.decode.publish()
+    request = arrive(pd, "d", pd.offer("p", [1], 16), 16)
+    pd.load(request, [3])
+    pd.until(lambda: pd.decode.received == ["d"])
+    assert pd.decode.failed == ["d"]
+    pd.close()
+
+
+def test_unequal_numbers_of_ranks_refuse_each_other() -> None:
+    one, two = PD(), PD(ranks=2)
+    channel = two.prefill.scheduler.channel
+    assert channel is not None
+    decode = Engine.start(config_of("kv_consumer", pdkv_side_channel_peers=str(channel.address)))
+    two.decode.close()
+    two.decode = decode
+    request = arrive(two, "d", two.offer("p", [1], 16), 16)
+    two.load(request, [3])
+    two.until(lambda: two.decode.received == ["d"])
+    assert two.decode.failed == ["d"]
+    one.close()
+    two.close()
+
+
+def test_the_parameters_are_plain_json(pd: PD) -> None:
+    params = pd.offer("p", [1], 16)
+    passed_on = msgspec.json.decode(msgspec.json.encode(params))
+    assert Reference.from_params(passed_on[KEY]) == Reference.from_params(params[KEY])
+
+
+def test_a_lease_of_no_one_comes_back_by_itself(pd: PD) -> None:
+    session = pd.prefill.scheduler.session
+    assert session is not None
+    pd.offer("p", [1], 16)
+    session.prefill_aborted("p#1", "no decode engine has asked")
+    pd.until(lambda: pd.prefill.sent == ["p"])
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"pdkv_transport": "carrier-pigeon"}, "no transport 'carrier-pigeon'"),
+        ({"pdkv_hold_s": "soon"}, "pdkv_hold_s must be a number"),
+        ({"pdkv_insecure": "perhaps"}, "must be 0 or 1"),
+        ({"pdkv_side_channel": "0.0.0.0:5600"}, "can be reached from other machines"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ConnectorSettings.of(config_of("kv_producer", **extra), {})
+
+
+def test_the_environment_is_read_where_the_config_says_nothing() -> None:
+    environment = {"PDKV_TRANSPORT": "nixl", "PDKV_SIDE_CHANNEL": "127.0.0.1:7001"}
+    found = ConnectorSettings.of(config_of("kv_producer", pdkv_side_channel="127.0.0.1:7002"), environment)
+    assert found.transport == "nixl"
+    assert str(found.side_channel.bind) == "127.0.0.1:7002"
+
+
+def test_data_parallel_ranks_listen_on_ports_of_their_own() -> None:
+    config = config_of("kv_producer", pdkv_side_channel="127.0.0.1:7000")
+    config.parallel_config.data_parallel_index = 3
+    assert str(ConnectorSettings.of(config, {}).side_channel.bind) == "127.0.0.1:7003"
