@@ -113,6 +113,12 @@ def _add_server_options(g: argparse._ArgumentGroup) -> None:
     g.add_argument("--side-channel-port", type=int, help="its port; with role pd decode gets the next one")
     g.add_argument("--side-channel-peer", action="append", dest="side_channel_peers", metavar="HOST:PORT",
                    help="decode, connector pdkv: where prefill listens; may be given several times")  # fmt: skip
+    g.add_argument("--side-channel-peers-file", metavar="FILE",
+                   help="connector pdkv: keys, names and addresses of peers (python -m pdkv.keys allow)")  # fmt: skip
+    g.add_argument("--side-channel-key-file", metavar="FILE",
+                   help="connector pdkv: the engine's secret key (python -m pdkv.keys make)")  # fmt: skip
+    g.add_argument("--insecure-side-channel", action="store_true",
+                   help="connector pdkv: let other machines reach the side channel without keys")  # fmt: skip
     g.add_argument("--prefill-url", action="append", metavar="URL",
                    help="role proxy: base URL of a prefill engine; may be given several times")  # fmt: skip
     g.add_argument("--decode-url", action="append", metavar="URL",

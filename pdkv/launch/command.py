@@ -29,6 +29,9 @@ The engine also reads these variables, all optional:
 ``PDKV_PROBE``               0 skips the bandwidth probe at start-up on CUDA
 ``PDKV_SIDE_CHANNEL``        connector pdkv: where to listen, ``host:port``
 ``PDKV_SIDE_CHANNEL_PEERS``  connector pdkv, decode: where prefill engines listen, separated by commas
+``PDKV_PEERS_FILE``          connector pdkv: keys and addresses of peers, in the place of the list; see `pdkv.keys`
+``PDKV_KEY_FILE``            connector pdkv: the engine's secret key
+``PDKV_INSECURE_SIDE_CHANNEL`` connector pdkv: 1 to listen where other machines reach it, without keys
 ``PDKV_TRANSPORT``           connector pdkv: ``auto`` or the name of a transport
 ``PDKV_ADMISSION_REQUESTS``  decode: requests that may wait for KV from prefill
 ``PDKV_ADMISSION_BLOCKS``    decode: blocks that their prompts may have together
@@ -75,6 +78,8 @@ _PDKV_VARIABLES = {
     "PDKV_GRANULE": "granule",
     "PDKV_ADMISSION_REQUESTS": "admission_requests",
     "PDKV_ADMISSION_BLOCKS": "admission_blocks",
+    "PDKV_KEY_FILE": "side_channel_key_file",
+    "PDKV_PEERS_FILE": "side_channel_peers_file",
 }
 #: vLLM's API server loads them: decode bounds who waits for KV, prefill lets the proxy give up a request by its id.
 _MIDDLEWARES = {
@@ -218,6 +223,8 @@ def _engine_environment(engine: EngineSettings, status_dir: Path | None) -> tupl
         env["PDKV_SIDE_CHANNEL"] = side_channel_address(engine)
         if engine.side_channel_peers:
             env["PDKV_SIDE_CHANNEL_PEERS"] = ",".join(engine.side_channel_peers)
+        if engine.insecure_side_channel:
+            env["PDKV_INSECURE_SIDE_CHANNEL"] = "1"
     if engine.device == "cpu" and engine.cpus is not None:
         env["VLLM_CPU_OMP_THREADS_BIND"] = engine.cpus
     if engine.kv_bytes is not None:

@@ -47,7 +47,7 @@ class PDDeployment(Deployment):
             check_port(settings.proxy_host, proxy_port)
         else:
             (proxy_port,) = pick_free_ports([settings.proxy_host])
-        if not decode.side_channel_peers:
+        if not decode.side_channel_peers and decode.side_channel_peers_file is None:
             decode = replace(decode, side_channel_peers=(side_channel_address(prefill),))
         self.settings = replace(settings, prefill=prefill, decode=decode, proxy_port=proxy_port)
         self._status_dirs = _status_dirs(settings.status_dir or log_dir / "status", (prefill, decode))

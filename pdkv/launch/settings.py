@@ -54,6 +54,9 @@ class EngineSettings:
         side_channel_port: 0 has a free one picked.
         side_channel_peers: ``host:port`` of each prefill engine's side channel, for decode with connector ``pdkv``; a
             deployment of both fills it in.
+        side_channel_key_file, side_channel_peers_file: connector ``pdkv``: the engine's secret key, and the keys and
+            addresses of its peers (`pdkv.keys`).
+        insecure_side_channel: connector ``pdkv``: listen where other machines reach it, without keys.
         device: ``auto`` is ``cuda`` where an NVIDIA device node exists, else ``cpu``.
         kv_bytes: budget of the final KV cache in bytes; None sizes it by what is free after warmup.
         engine_memory: bytes that the engine may use in all, KV cache included; None is vLLM's share of the device, and
@@ -84,6 +87,9 @@ class EngineSettings:
     side_channel_host: str | None = None
     side_channel_port: int = 0
     side_channel_peers: tuple[str, ...] = ()
+    side_channel_key_file: str | None = None
+    side_channel_peers_file: str | None = None
+    insecure_side_channel: bool = False
     device: str = "auto"
     kv_bytes: int | None = None
     engine_memory: int | None = None
@@ -112,7 +118,7 @@ class EngineSettings:
             )
         for name in POSITIVE:
             require_positive(name, getattr(self, name), whole=True)
-        for name in ("connector", "dtype", "cpus"):
+        for name in ("connector", "dtype", "cpus", "side_channel_key_file", "side_channel_peers_file"):
             require_text(name, getattr(self, name))
         _require_texts("extra_args", self.extra_args)
         if not isinstance(self.connector_config, Mapping):
@@ -129,6 +135,8 @@ class EngineSettings:
                 f"enable-sleep {self.enable_sleep!r} does not go with kind {self.kind!r}; it is true or false, and for "
                 "kind 'pdkv'."
             )
+        if not isinstance(self.insecure_side_channel, bool):
+            raise ConfigError(f"insecure-side-channel {self.insecure_side_channel!r} is neither true nor false.")
         self._check_sizes()
         if self.side_channel_host is None and self.role != "aggregated" and is_wildcard(self.host):
             raise ConfigError(

@@ -36,6 +36,16 @@ def test_decode_is_told_where_prefill_listens():
     assert made.env["PDKV_SIDE_CHANNEL"] == "127.0.0.1:5600"
 
 
+def test_an_engine_is_told_of_its_keys_and_that_it_may_do_without():
+    made = command(side_channel_key_file="/k/p.key", side_channel_peers_file="/k/peers", insecure_side_channel=True)
+    assert made.env["PDKV_KEY_FILE"] == "/k/p.key"
+    assert made.env["PDKV_PEERS_FILE"] == "/k/peers"
+    assert made.env["PDKV_INSECURE_SIDE_CHANNEL"] == "1"
+    assert not {"PDKV_KEY_FILE", "PDKV_INSECURE_SIDE_CHANNEL"} & set(command().env)
+    with pytest.raises(ConfigError, match="neither true nor false"):
+        command(insecure_side_channel="yes")
+
+
 def test_an_ipv6_side_channel_gets_its_brackets():
     assert command(side_channel_host="::1").env["PDKV_SIDE_CHANNEL"] == "[::1]:5600"
 
