@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from kvcache_strategies import GRANULE, configs, specs
 
 from pdkv.errors import ConfigError, ExtentError, GeometryError, LayoutError, ProtocolError, StateError
-from pdkv.kvcache import AttentionSpec, GrowableKVCache, KVCacheConfig, KVCacheLayout
+from pdkv.kvcache import (
+    AttentionSpec,
+    GrowableKVCache,
+    KVCacheConfig,
+    KVCacheLayout,
+    find_extent,
+    split_at_extents,
+)
 from pdkv.memory import open_driver
 from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.checks import require_pairs
@@ -126,8 +133,9 @@ def test_block_ranges_are_the_pages_of_the_views_and_lie_in_extents(config: KVCa
         block = data.draw(st.integers(0, cache.num_committed_blocks - 1))
         ranges = geometry.block_ranges(0, block)
         assert sum(nbytes for _, nbytes in ranges) == geometry.block_nbytes(0)
+        extents = cache.extents()
         for offset, nbytes in ranges:
-            cache.split_range(cache.address + offset, nbytes)
+            split_at_extents(extents, cache.address + offset, nbytes)
         got = torch.cat([raw(cache)[offset : offset + nbytes] for offset, nbytes in ranges]).view(torch.uint8)
         order = config.layout.layer_view_order[1:]
         pages = [cache.views()[name][block].permute([axis - 1 for axis in order]) for name in cache.config.layers]
@@ -148,9 +156,10 @@ def test_I6_copies_are_maximal_and_none_crosses_an_extent_of_either_side(
         count = min(source.num_blocks, destination.num_blocks)
         copies = copies_for(source, destination, [BlockPair(0, b, b) for b in range(count)])
         borders = [{e.offset for e in side.extents()} for side in (source, destination)]
+        extents = left.extents(), right.extents()
         for begin, to, nbytes in copies:
-            left.check_range(left.address + begin, nbytes)
-            right.check_range(right.address + to, nbytes)
+            find_extent(extents[0], left.address + begin, nbytes)
+            find_extent(extents[1], right.address + to, nbytes)
         for (begin, to, nbytes), (next_begin, next_to, _) in pairwise(copies):
             if begin + nbytes == next_begin and to + nbytes == next_to:
                 assert next_begin in borders[0] or next_to in borders[1], "split where nothing asks for it"
