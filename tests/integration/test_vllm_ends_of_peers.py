@@ -28,8 +28,9 @@ def test_small_pools_misfits_and_dead_peers(model: Path, tmp_path: Path) -> None
 
 def requests_without_room_wait_and_release_prefill_when_their_client_leaves(pair: Pair) -> None:
     large, waiting = pair.prompt(13 * BLOCK), pair.prompt(13 * BLOCK)
-    first = pair.submitted(large, pair.prefilled(large), max_tokens=60)
-    second = pair.submitted(waiting, pair.prefilled(waiting))
+    for_waiting, for_large = pair.prefilled(waiting), pair.prefilled(large)
+    first = pair.submitted(large, for_large, max_tokens=90)
+    second = pair.submitted(waiting, for_waiting)
     assert pair.until("decode", "held_requests", value=2, timeout_s=20)  # one has arrived and is held, one waits
     pair.decode.ask("abort", request_id=second)
     assert pair.until("prefill", "held_requests", value=1)

@@ -6,6 +6,9 @@ prefill would have to load the metadata of each decode engine only to answer it.
 
 Prefill listens (ROUTER) on a port of the system's choice beside vLLM's own side channel; decode connects (DEALER),
 named by its engine id, and is answered over the same connection. Messages may be lost, as `pdkv.transfer` expects.
+
+The connection is encrypted (CurveZMQ). Prefill's key is made at its start and published with its address, so that
+decode hears only whom its reference came from. Who decode is, its claims say: they come of references of prefill's.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 LOST_AFTER_S = 2.0
 UNUSED_AFTER_S = 600.0
 AFTER_FAILURE_S = 0.5
+_WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _MAX_FRAMES = 256  # of one socket in one round, so that one peer cannot keep the others waiting
 
 
@@ -75,6 +79,7 @@ class ControlChannel:
         self.address = ""
         if host is not None:
             self._listen(host)
+        self._keys = zmq.curve_keypair()
         self._dialled: dict[str, _Dialled] = {}
         self._outgoing: deque[tuple[str, str | None, bytes]] = deque()
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -85,6 +90,8 @@ class ControlChannel:
 
     def _listen(self, host: str) -> None:
         self._router = self._context.socket(zmq.ROUTER)
+        public_key, self._router.curve_secretkey = zmq.curve_keypair()
+        self._router.curve_server = True
         self._router.setsockopt(zmq.LINGER, 0)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_NBYTES)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that connects again keeps its name
@@ -96,7 +103,7 @@ class ControlChannel:
                 f"no port to listen on at {host!r} ({error}); set VLLM_NIXL_SIDE_CHANNEL_HOST to one of this host."
             ) from error
         port = self._router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1]
-        self.address = _path(host, int(port))
+        self.address = f"{_path(host, int(port))} {public_key.decode()}"
 
     def start(self) -> None:
         """Begin to send and receive."""
@@ -182,7 +189,7 @@ class ControlChannel:
     def _watch(dialled: _Dialled, now: float) -> None:
         while dialled.monitor.poll(0):
             event = recv_monitor_message(dialled.monitor)["event"]
-            if event == zmq.EVENT_CONNECTED:
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 dialled.down_since = None
             elif event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED) and dialled.down_since is None:
                 dialled.down_since = now
@@ -195,12 +202,13 @@ class ControlChannel:
                     self._dial(engine_id, address).socket.send(frame, zmq.NOBLOCK)
                 elif self._router is not None:
                     self._router.send_multipart([engine_id.encode(), frame], zmq.NOBLOCK)
-            except zmq.ZMQError:
+            except (zmq.ZMQError, ValueError):
                 self.dropped += 1  # a full queue or a bad address; what matters is sent again
 
     def _dial(self, engine_id: str, address: str) -> _Dialled:
         dialled = self._dialled.get(address)
         if dialled is None:
+            path, _, public_key = address.rpartition(" ")
             socket = self._context.socket(zmq.DEALER)
             socket.setsockopt(zmq.IDENTITY, self._identity)
             socket.setsockopt(zmq.LINGER, 0)
@@ -208,13 +216,16 @@ class ControlChannel:
             socket.setsockopt(zmq.IPV6, int("[" in address))
             socket.setsockopt(zmq.RECONNECT_IVL, 100)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-            monitor = socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
-            dialled = _Dialled(socket, monitor, time.monotonic())
             try:
-                socket.connect(address)
-            except zmq.ZMQError:
+                socket.curve_serverkey = public_key.encode()
+                socket.curve_publickey, socket.curve_secretkey = self._keys
+                monitor = socket.get_monitor_socket(_WATCHED)
+                socket.connect(path)
+            except (zmq.ZMQError, ValueError):
+                socket.disable_monitor()
                 socket.close(0)
                 raise
+            dialled = _Dialled(socket, monitor, time.monotonic())
             self._dialled[address] = dialled
         dialled.used_at = time.monotonic()
         dialled.engines.add(engine_id)

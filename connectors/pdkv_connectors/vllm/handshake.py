@@ -25,7 +25,7 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
         version: of the protocol that it speaks (`pdkv.transfer.messages`).
         engine_id: of its prefill side; one per rank, new at each start.
         generation: of its registered memory.
-        control: ZeroMQ address where its prefill side listens; empty where it has none.
+        control: ZeroMQ address where its prefill side listens, and its public key; empty where it has none.
     """
 
     version: Count = PROTOCOL_VERSION

@@ -92,6 +92,24 @@ def test_a_prefill_whose_connection_stays_down_is_lost_and_one_that_comes_back_i
     assert decode.lost.empty()  # said once
 
 
+def test_a_stranger_without_the_key_is_not_heard(make: Callable[[str | None, str], Side]) -> None:
+    prefill, decode = make("127.0.0.1", "P/d"), make(None, "D/d")
+    path, key = prefill.channel.address.split(" ")
+    context = zmq.Context()
+    with context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.connect(path)
+        stranger.send(b"stranger")
+        other_key = zmq.curve_keypair()[0].decode()
+        decode.channel.send("P/p", f"{path} {other_key}", b"meant for another")
+        decode.channel.send("P/p", f"{path} {key}", b"question")
+        assert prefill.prefill.get(timeout=DEADLINE_S) == b"question"
+        before = prefill.rounds
+        wait_until(lambda: prefill.rounds > before + 10)
+        assert prefill.prefill.empty()
+    context.term()
+
+
 def test_frames_larger_than_a_peer_may_send_are_not_received_and_smaller_ones_are_again(
     make: Callable[[str | None, str], Side],
 ) -> None:
