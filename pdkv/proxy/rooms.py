@@ -15,6 +15,7 @@ from collections import deque
 
 import msgspec
 
+from pdkv.proxy.answers import raise_for_status
 from pdkv.proxy.errors import DOWN_RETRY_S, ApiError, engine_error
 from pdkv.proxy.upstream import PROBE_TIMEOUT_S, Engine
 
@@ -87,12 +88,11 @@ class DecodeRoom:
         try:
             async with self.engine.request("GET", "/pdkv/room", timeout_s=PROBE_TIMEOUT_S) as response:
                 content = await response.read()
-                if response.status == 200:
-                    self.report = msgspec.json.decode(content, type=Report)
-                elif response.status == 404:
+                if response.status == 404:
                     self._has_no_limit()
                 else:
-                    raise engine_error(503, f"{self.engine.name} answered {response.status} when asked for its room.")
+                    raise_for_status(self.engine, response, content)
+                    self.report = msgspec.json.decode(content, type=Report)
             self.failure = None
         except msgspec.DecodeError as error:
             self.failure = engine_error(503, f"{self.engine.name} says of its room what cannot be read: {error}")

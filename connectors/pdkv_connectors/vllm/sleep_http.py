@@ -9,6 +9,7 @@ sleep while requests hold blocks       409 at once, with the ids of the holders
 another refusal to sleep               409, with the reason
 wake without enough memory             503, with how many bytes are missing; the engine stays asleep
 a request for tokens while asleep      503 with Retry-After, also between waking the weights and waking the cache
+``/pdkv/room`` while asleep            the same: a proxy then sends no request here, and spends no prefill work
 =====================================  ===============================================================================
 
 Whether the engine sleeps is asked of the engine, but only once a call that may put it to sleep has come through this
@@ -40,7 +41,10 @@ _GENERATES = (
     "/v1/embeddings",
     "/inference/",
     "/pooling",
+    "/v1/pdkv/",
 )
+#: Asked by whoever routes requests: an engine that is asleep has none.
+_ROOM_PATH = "/pdkv/room"
 RETRY_AFTER_S = 5
 #: By which a refusal of `sleep_engine.py` without holders is known from an engine that broke.
 _REFUSALS = (
@@ -61,13 +65,13 @@ class SleepAnswers:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else ""
-        if scope["type"] != "http" or scope["method"] != "POST":
+        if scope["type"] != "http" or (scope["method"] != "POST" and path != _ROOM_PATH):
             await self._app(scope, receive, send)
         elif path in SLEEP_PATHS or path == WAKE_PATH:
             if b"level=0" not in scope.get("query_string", b""):
                 self._may_sleep = True
             await self._call(path, scope, receive, send)
-        elif self._may_sleep and path.startswith(_GENERATES) and await self._is_asleep(scope):
+        elif self._may_sleep and path.startswith((*_GENERATES, _ROOM_PATH)) and await self._is_asleep(scope):
             message = "the engine is asleep; send the request again when it has been woken."
             await error_response(503, message, "asleep", RETRY_AFTER_S)(scope, receive, send)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -19,9 +20,24 @@ def write_status(folder: Path | None, name: str, values: Mapping[str, Any]) -> N
     if folder is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{name}.{os.getpid()}"
-    temporary.write_text(json.dumps({"pid": os.getpid(), **values}, indent=1, sort_keys=True) + "\n")
-    temporary.replace(folder / f"{name}.json")
+    content = json.dumps({"pid": os.getpid(), **values}, indent=1, sort_keys=True) + "\n"
+    replace_file(f"{folder}/{name}.json", content.encode())
+
+
+def replace_file(path: str, content: bytes) -> None:
+    """Write a file under another name, then give it its own. By few calls, since schedulers do it in their steps.
+
+    Raises:
+        OSError: it cannot be written, or not whole; the file that was there stays.
+    """
+    temporary = f"{path}.{os.getpid()}"
+    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        if os.write(file, content) != len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), temporary)
+    finally:
+        os.close(file)
+    os.replace(temporary, path)
 
 
 class StatusFile:

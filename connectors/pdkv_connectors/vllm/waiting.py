@@ -9,14 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from pdkv_connectors.vllm.settings import EngineSettings
-from pdkv_connectors.vllm.status import write_status
+from pdkv_connectors.vllm.status import replace_file
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -98,6 +101,8 @@ class PublishingScheduler:
             "block_size": vllm_config.cache_config.block_size,
             "max_num_seqs": vllm_config.scheduler_config.max_num_seqs,
         }
+        if self._waiting_dir is not None:
+            self._waiting_dir.mkdir(parents=True, exist_ok=True)
         self._publish_waiting()
 
     def on_new_request(self, request: Any) -> None:
@@ -127,10 +132,11 @@ class PublishingScheduler:
         return super().request_finished(request, block_ids)  # type: ignore[misc]
 
     def _publish_waiting(self) -> None:
-        if not self.book.changed:
+        if not self.book.changed or self._waiting_dir is None:
             return
         try:
-            write_status(self._waiting_dir, NAME, {**self._engine_facts, **self.book.as_dict()})
+            content = msgspec.json.encode({"pid": os.getpid(), **self._engine_facts, **self.book.as_dict()})
+            replace_file(f"{self._waiting_dir}/{NAME}.json", content)
             self.book.changed = False
         except OSError as error:
             # Tried again in the next step. Meanwhile decode counts a request as waiting until its answer begins.

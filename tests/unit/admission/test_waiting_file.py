@@ -95,7 +95,7 @@ def test_the_file_is_replaced_only_where_something_changed(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[Any] = []
-    monkeypatch.setattr(waiting, "write_status", lambda *arguments: written.append(arguments))
+    monkeypatch.setattr(waiting, "replace_file", lambda *arguments: written.append(arguments))
     for _ in range(5):
         step(scheduler)
     scheduler.on_new_request(request(1))
@@ -113,7 +113,7 @@ def test_a_disk_that_is_full_ends_nothing_and_is_tried_again(
 
     scheduler.on_new_request(request(1))
     with monkeypatch.context() as patch:
-        patch.setattr(waiting, "write_status", full)
+        patch.setattr(waiting, "replace_file", full)
         step(scheduler)
     step(scheduler)
     assert len(WaitingFile(tmp_path).read().waiting) == 1

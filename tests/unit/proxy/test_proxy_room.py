@@ -191,6 +191,20 @@ def test_a_decode_engine_that_stops_answering_is_503_and_no_prefill_work_is_spen
     assert prefill.bodies == []
 
 
+def test_a_decode_engine_that_is_asleep_is_503_in_its_own_words_and_no_prefill_work_is_spent():
+    async def asleep(request: web.Request) -> web.Response:
+        error = {"message": "the engine is asleep", "type": "asleep", "code": 503}
+        return web.json_response({"error": error}, status=503, headers={"Retry-After": "5"})
+
+    prefill, decode = prefill_engine(), decode_engine(3)
+    decode.tell_room = asleep  # type: ignore[method-assign]
+    with running(prefill, decode) as url:
+        status, headers, body = ask(url)
+    assert (status, int(headers["Retry-After"]) >= 1) == (503, True)
+    assert "the engine is asleep" in body["error"]["message"]
+    assert prefill.bodies == []
+
+
 def test_decodes_own_refusal_reaches_the_client_with_its_time_to_come_back():
     async def refuse(request: web.Request, body: dict[str, Any]) -> web.Response:
         error = {"message": "decode has no room", "type": "no_room", "code": 503}

@@ -101,6 +101,8 @@ def client(engine: Engine) -> TestClient:
         Route("/release_kv_cache_memory", endpoint(True), methods=["POST"]),
         Route("/v1/completions", endpoint(None), methods=["POST"]),
         Route("/health", endpoint(None)),
+        Route("/pdkv/room", endpoint(None)),
+        Route("/v1/pdkv/release", endpoint(None), methods=["POST"]),
     ]
     app = Starlette(routes=routes, middleware=[Middleware(SleepAnswers)])
     app.state.engine_client = engine
@@ -145,6 +147,14 @@ def test_requests_while_asleep_get_503_until_all_is_awake(client: TestClient, en
     assert (between.status_code, between.headers["Retry-After"]) == (503, "5")
     client.post("/wake_up?tags=kv_cache")
     assert client.post("/v1/completions").status_code == 200
+
+
+def test_an_engine_that_is_asleep_has_no_room_and_frees_nothing_for_others(client: TestClient) -> None:
+    assert client.get("/pdkv/room").status_code == 200
+    client.post("/sleep")
+    assert client.get("/pdkv/room").status_code == client.post("/v1/pdkv/release").status_code == 503
+    client.post("/wake_up")
+    assert client.get("/pdkv/room").status_code == 200
 
 
 def test_other_paths_are_answered_while_asleep(client: TestClient) -> None:
