@@ -46,17 +46,30 @@ def test_survivors_of_a_push_serve_the_next_peer_and_nothing_is_lost(push: Deplo
     assert push.totals.is_good
 
 
-def test_without_a_fault_the_default_transports_serve_too(tmp_path: Path) -> None:
+def test_over_the_default_transports_a_stopped_prefill_serves_and_goes_on(tmp_path: Path) -> None:
+    """Without tcp a READ on one host needs nothing of its owner, once the two have met."""
     with Deployment(tmp_path) as deployment:
         run_scenario("all_is_well", deployment)
+        asked = deployment.ask(held=True)
+        deployment.until(lambda: deployment.d.ask("knows_lease", request_id=asked.request_id), "D knows P's lease")
+        deployment.stop("P")
+        deployment.d.ask("allocate", request_id=asked.request_id)
+        deployment.finish("completed")
+        deployment.resume("P")
+        deployment.no_block_is_held()
+        deployment.serves()
         assert deployment.totals.is_good
-        assert deployment.totals.completed == 6
-        summed = Totals()
-        for _ in range(2):
-            summed.add(deployment.totals)
-        report = json.loads(json.dumps(summed.as_dict(1.0)))
-        assert (report["schedules"], report["completed"], report["wrong_tokens"]) == (2, 12, 0)
-        assert report["faults"] == {}
+        assert deployment.totals.completed == 8
+
+
+def test_runs_are_summed_and_reported_as_json() -> None:
+    one, summed = Totals(schedules=1, completed=6), Totals()
+    one.faults["kill_P"] += 1
+    for _ in range(2):
+        summed.add(one)
+    report = json.loads(json.dumps(summed.as_dict(1.0)))
+    assert (report["schedules"], report["completed"], report["wrong_tokens"]) == (2, 12, 0)
+    assert report["faults"] == {"kill_P": 2}
 
 
 def test_a_transport_that_leaves_out_a_block_gives_a_wrong_token(tmp_path: Path) -> None:
