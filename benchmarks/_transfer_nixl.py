@@ -28,7 +28,8 @@ PAGE_NBYTES = 16 * PAGE_NBYTES_OF_TOKEN
 #: Blocks that follow each other on both sides; a pool that has served for a while gives shorter ones, a fresh one all.
 RUN = 64
 TIMEOUT_S = 120.0
-TCP = {"UCX_TLS": "tcp"}
+#: UCX moves device memory over tcp only where it may also copy it to the host and back.
+TCP = {"host": {"UCX_TLS": "tcp"}, "cuda": {"UCX_TLS": "tcp,cuda_copy"}}
 IDLE_S = 2.0
 
 
@@ -164,8 +165,8 @@ def _merging(owner: Child, driver: str, wanted: int, repeats: int, stack: ExitSt
 
 def _over_tcp(owner: Child, driver: str, wanted: int, repeats: int, stack: ExitStack) -> list[Row]:
     blocks, nbytes = 2 * wanted, wanted * LAYERS * PAGE_NBYTES
-    reader = Reader(owner, driver, "tcp", stack, variables=TCP, layers=LAYERS, blocks=blocks)
-    whole = Reader(owner, driver, "tcp-whole", stack, variables=TCP, layers=1, blocks=wanted * LAYERS)
+    reader = Reader(owner, driver, "tcp", stack, variables=TCP[driver], layers=LAYERS, blocks=blocks)
+    whole = Reader(owner, driver, "tcp-whole", stack, variables=TCP[driver], layers=1, blocks=wanted * LAYERS)
     pairs = in_runs(blocks, wanted, seed=2)
     times = interleaved({"whole": whole.read_whole, "runs": lambda: reader.read(pairs)}, repeats)
     require_moved(reader.cache, [pair.source for pair in pairs], [pair.destination for pair in pairs])

@@ -88,10 +88,13 @@ def prefill_is_killed_under_a_transfer(deployment: Deployment) -> None:
 
 @_scenario
 def a_peer_is_stopped_under_a_transfer_and_never_goes_on(deployment: Deployment) -> None:
-    """Nothing ends such a transfer but the end of its agent; until then its blocks are in quarantine."""
+    """Nothing ends such a transfer but the end of its agent; until then its blocks are in quarantine.
+
+    A transport that needs nothing of the owner may bring it to its end.
+    """
     deployment.in_flight()
     if deployment.mode == "pull":
-        deployment.finish("failed")
+        deployment.finish("failed", "completed")
         deployment.no_block_is_held()
         deployment.kill("P")
     else:
