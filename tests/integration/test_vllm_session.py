@@ -56,6 +56,7 @@ class Request:
     kv_transfer_params: dict[str, Any]
     num_preemptions: int = 0
     status: RequestStatus = RequestStatus.WAITING
+    abort_immediately: bool = False
 
 
 @dataclass
@@ -247,6 +248,25 @@ def test_a_request_that_ends_in_the_queue_frees_prefill(pd: PD) -> None:
     assert pd.decode.scheduler.request_finished(request, ([],)) == (False, None)
     pd.until(lambda: pd.prefill.sent == ["p"])
     assert not pd.decode.received
+
+
+def test_a_prompt_whose_client_had_left_when_it_was_finished_is_freed_at_once(pd: PD) -> None:
+    params = pd.offer("p", [1, 2, 3], 40)
+    pd.prefill.scheduler.give_up_finished("p")
+    pd.prefill.scheduler.give_up_finished("p")
+    pd.until(lambda: pd.prefill.sent == ["p"])
+    assert pd.prefill.scheduler.holders() == ()
+    late = arrive(pd, "d", params, 40)
+    pd.load(late, [7, 5, 9])
+    pd.until(lambda: pd.decode.failed == ["d"])
+
+
+def test_a_request_that_was_refused_before_it_was_one_frees_prefill_and_fails_nothing(pd: PD) -> None:
+    request = Request("d", 1, pd.offer("p", [1, 2, 3], 40), abort_immediately=True)
+    pd.decode.scheduler.on_new_request(request)
+    pd.decode.scheduler.request_finished(request, ((),))
+    pd.until(lambda: pd.prefill.sent == ["p"])
+    assert not pd.decode.failed
 
 
 def test_I11_a_request_that_ends_while_it_loads_gets_its_blocks_back_only_when_its_read_is_over() -> None:

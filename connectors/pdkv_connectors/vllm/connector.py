@@ -35,6 +35,7 @@ from pdkv_connectors.vllm.session_scheduler import SessionScheduler
 from pdkv_connectors.vllm.session_settings import ConnectorSettings
 from pdkv_connectors.vllm.session_worker import SessionWorker
 from pdkv_connectors.vllm.settings import EngineSettings
+from pdkv_connectors.vllm.waiting import PublishingScheduler
 
 if TYPE_CHECKING:
     import torch
@@ -48,8 +49,8 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")
 
 
-class CountingSessionScheduler(CountingScheduler, SessionScheduler):
-    """And a count of what was loaded and of what had to be computed again."""
+class CountingSessionScheduler(PublishingScheduler, CountingScheduler, SessionScheduler):
+    """And a count of what was loaded, of what had to be computed again, and of who waits."""
 
 
 class PdkvConnector(BuiltLate, KVConnectorBase_V1, SupportsHMA):

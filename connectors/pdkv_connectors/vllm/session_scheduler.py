@@ -120,7 +120,9 @@ class SessionScheduler:
         self._remote[request_id] = request.num_preemptions
         try:
             reference = Reference.from_params(params.get(KEY))
-            self._require_session().arrived(request_id, reference, request.num_prompt_tokens)
+            # One that is refused before it was a request is made of one token only to be aborted.
+            num_tokens = reference.num_tokens if request.abort_immediately else request.num_prompt_tokens
+            self._require_session().arrived(request_id, reference, num_tokens)
         except PdkvError as error:
             self._give_up(request_id, str(error))
 
@@ -175,6 +177,11 @@ class SessionScheduler:
             return False, None
         self._offered[name] = request_id
         return True, {"do_remote_prefill": True, "do_remote_decode": False, KEY: reference.to_params()}
+
+    def give_up_finished(self, request_id: str) -> None:
+        """P: whoever asked for this prompt has left before it heard that it was finished. Idempotent."""
+        for name in [name for name, offered in self._offered.items() if offered == request_id]:
+            self._require_session().prefill_aborted(name, "the client had left when the prompt was finished")
 
     def _run(self, block_ids: Sequence[int], first: int, num_tokens: int) -> BlockRun:
         """The prompt's blocks from index `first` on; what an engine has beyond the prompt is its own."""

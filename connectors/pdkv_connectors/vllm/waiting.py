@@ -31,8 +31,20 @@ MAX_SETTLED = 128
 
 def key_of(params: Mapping[str, Any]) -> str:
     """One short key for a prefilled request, the same in both processes: what prefill calls it, hashed."""
-    name = f"{params.get('remote_engine_id')}/{params.get('remote_request_id')}"
+    reference = _reference(params)
+    if params.get("remote_request_id") is not None:
+        name = f"{params.get('remote_engine_id')}/{params['remote_request_id']}"
+    elif reference:
+        name = f"{reference.get('engine')}/{reference.get('request_id')}/{reference.get('serial')}"
+    else:  # of a connector that is not known here
+        name = json.dumps(params, sort_keys=True, default=str)
     return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+
+
+def _reference(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """pdkv's own reference to the KV; empty where there is none."""
+    found = params.get("pdkv")
+    return found if isinstance(found, Mapping) else {}
 
 
 def blocks_of(params: Mapping[str, Any], block_size: int) -> int:
@@ -40,7 +52,7 @@ def blocks_of(params: Mapping[str, Any], block_size: int) -> int:
 
     Prefill's block size may differ, so that its tokens count where they are given, and its block ids only where not.
     """
-    tokens = params.get("remote_num_tokens")
+    tokens = params.get("remote_num_tokens", _reference(params).get("num_tokens"))
     if isinstance(tokens, int) and tokens > 0:
         return -(-tokens // block_size)
     groups = params.get("remote_block_ids")

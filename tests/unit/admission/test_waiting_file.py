@@ -139,6 +139,17 @@ def test_a_file_that_is_damaged_is_counted_and_the_last_good_one_stays(scheduler
     assert file.unreadable == 3
 
 
+def test_requests_of_each_connector_have_keys_of_their_own() -> None:
+    def reference(number: int) -> dict[str, Any]:
+        named = {"engine": {"engine_id": "p", "generation": 1}, "request_id": f"r{number}", "serial": number}
+        return {"do_remote_prefill": True, "pdkv": {**named, "num_tokens": 40}}
+
+    kinds = [params(1), params(2), reference(1), reference(2), {"other": 1}, {"other": 2}, {}]
+    assert len({key_of(given) for given in kinds}) == len(kinds)
+    assert key_of(reference(1)) == key_of(reference(1))
+    assert blocks_of(reference(1), 16) == 3
+
+
 def test_without_a_folder_nothing_is_known() -> None:
     assert WaitingFile(None).read() is None
 
