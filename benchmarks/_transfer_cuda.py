@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from _decode_steps import STEPS, Decoding
 from _transfer_cache import PAGE_NBYTES_OF_TOKEN, build, require_moved
 from _transfer_rows import Row, bandwidth_share, interleaved, reference, time_ratio, within
 
@@ -22,8 +23,8 @@ LAYERS = 32
 TOKENS = 16
 BLOCK_NBYTES = LAYERS * TOKENS * PAGE_NBYTES_OF_TOKEN  # 1 MiB: 32 KiB in each layer
 TIMEOUT_S = 20.0
-SWEEP = (16, 24, 32, 48, 64)
-STEPS = 300
+SWEEP = (16, 32, 64, 132)
+NUM_STEPS = 300
 
 
 class Reader:
@@ -132,52 +133,31 @@ def _conversions(
     ]
 
 
-class Decoding:
-    """Decode steps of a model whose weights are read from memory at each: a CUDA graph of narrow products."""
-
-    def __init__(self) -> None:
-        weights = [torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(16)]  # 2 GiB
-        state = torch.randn(32, 8192, device="cuda", dtype=torch.bfloat16) * 1e-2
-
-        def step() -> torch.Tensor:
-            result = state
-            for weight in weights:
-                result = torch.nn.functional.normalize(result @ weight, dim=1)
-            return result
-
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                step()
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.result = step()
-        self._weights = weights
-
-    def step(self) -> None:
-        """One step, waited for."""
-        self.graph.replay()
-        torch.cuda.current_stream().synchronize()
-
-
 def _beside_decoding(cache: GrowableKVCache, there: dict[str, Any], largest: int) -> list[Row]:
-    decoding = Decoding()
+    rows = []
+    for name in STEPS:
+        rows += _beside_step(name, cache, there, largest)
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _beside_step(name: str, cache: GrowableKVCache, there: dict[str, Any], largest: int) -> list[Row]:
+    decoding = Decoding(name)
     pairs = BlockColumns(*(scattered(cache.num_committed_blocks, largest, seed) for seed in (5, 6)))
     nbytes = largest * BLOCK_NBYTES
     rows = []
     for programs in SWEEP:
         reader = Reader(cache, there, is_decoding=lambda: True, programs=programs)
         try:
-            alone = interleaved({"step": decoding.step}, STEPS // 3, 10)["step"]
+            alone = interleaved({"step": decoding.step}, NUM_STEPS // 3, 10)["step"]
             busy, seconds = _steps_with_transfers(decoding, reader, pairs)
         finally:
             reader.transport.close()
-        base = reference(f"decode step alone ({programs})", alone)
+        base = reference(f"{name}, a decode step alone ({programs})", alone)
         target = programs == THROTTLED_PROGRAMS
-        title = f"decode step beside a transfer of {programs} programs"
+        title = f"{name}, a step beside a transfer of {programs} programs"
         rows += [base, time_ratio(title, busy, base, 1.15 if target else None)]
-        speed = reference(f"that transfer of {programs} programs", seconds, nbytes)
+        speed = reference(f"{name}, that transfer of {programs} programs", seconds, nbytes)
         if target:
             # 400 GB/s is what the transfer must reach.
             speed = within(speed.name, seconds, nbytes / 400e9, nbytes)
@@ -189,7 +169,7 @@ def _steps_with_transfers(decoding: Decoding, reader: Reader, pairs: BlockColumn
     """Times of steps during all of which a transfer ran, and of the transfers."""
     times, seconds = [], []
     transfer, posted = reader.transport.read(reader.peer, pairs), time.perf_counter()
-    for _ in range(STEPS):
+    for _ in range(NUM_STEPS):
         began = time.perf_counter()
         decoding.step()
         ended = time.perf_counter()

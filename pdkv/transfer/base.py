@@ -273,6 +273,8 @@ class TransportBase(Transport, Generic[L]):
 
     def _let_go(self) -> None:
         """Disconnect those who are to go and with whom nothing runs any more."""
+        if not self._leaving:
+            return
         busy = {id(transfer.connection) for transfer in self._running}
         for connection in [connection for connection in self._leaving if id(connection) not in busy]:
             self._leaving.remove(connection)

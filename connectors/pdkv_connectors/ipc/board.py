@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from pdkv.kvcache.config import round_up
 from pdkv.memory import HostDriver, ImportedMemory, Piece, Reservation
-from pdkv_connectors.ipc.columns import Ids
+from pdkv_connectors.ipc.columns import FEW, Ids
 from pdkv_connectors.ipc.host_mover import bytes_at
 from pdkv_connectors.ipc.owner import GrantedMemory
 
@@ -47,8 +47,17 @@ class PeerBoard:
     """D's side: looks. To be used as long as `memory` is open."""
 
     def __init__(self, memory: ImportedMemory, num_blocks: int) -> None:
-        self._marks = np.frombuffer(bytes_at(memory.address, num_blocks), np.uint8)
+        self._bytes = bytes_at(memory.address, num_blocks)
+        self._marks = np.frombuffer(self._bytes, np.uint8)
 
-    def are_ready(self, blocks: Ids) -> bool:
-        """Whether P has said of all of them that they may be read as they are."""
-        return bool(self._marks[blocks].all())
+    def are_ready(self, ids: Ids, units: int) -> bool:
+        """Whether P has said of all blocks that they may be read as they are.
+
+        Args:
+            ids: of units.
+            units: units of a block.
+        """
+        if len(ids) <= FEW:
+            marks = self._bytes
+            return all(marks[number // units] for number in ids.tolist())
+        return bool(self._marks[ids if units == 1 else ids // units].all())

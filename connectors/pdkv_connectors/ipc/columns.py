@@ -13,6 +13,9 @@ from pdkv.transfer.blocks import BlockPair
 
 Ids = npt.NDArray[np.int32]
 
+FEW = 32
+"""Up to so many ids Python's own loops cost less than numpy's calls, each of which takes a microsecond or more."""
+
 
 class BlockColumns(Sequence[BlockPair]):
     """The pairs ``(group, source[i], destination[i])``; what :meth:`Transport.read` takes soonest.
@@ -79,6 +82,8 @@ def are_within(
         groups: KV-cache groups.
         sources, destinations: for each group, how many ids there are on either side.
     """
+    if len(columns) == 1 and 0 < len(columns[0]) <= FEW:
+        return _few_are_within(columns[0], groups, sources, destinations)
     total = sum(map(len, columns))
     if not total or any(not 0 <= part.group < groups for part in columns):
         return False
@@ -96,6 +101,16 @@ def are_within(
     for part in columns:
         seen[part.destination] = True
     return int(np.count_nonzero(seen)) == total
+
+
+def _few_are_within(part: BlockColumns, groups: int, sources: Sequence[int], destinations: Sequence[int]) -> bool:
+    group, source, destination = part.group, part.source.tolist(), part.destination.tolist()
+    return (
+        0 <= group < groups
+        and 0 <= min(source) <= max(source) < sources[group]
+        and 0 <= min(destination) <= max(destination) < destinations[group]
+        and len(set(destination)) == len(destination)
+    )
 
 
 def _no_destination_twice(columns: Sequence[BlockColumns]) -> bool:

@@ -12,8 +12,11 @@ from pdkv_connectors.ipc.constants import Constants
 from pdkv_connectors.ipc.cuda_calls import CudaCalls
 
 THREADS_OF_A_WARP = 32
-NUM_WARPS = 8
-"""A tile of 2048 words is 64 bytes for each of 256 threads, four accesses of the widest kind."""
+COPY_WARPS = 4
+"""Of `kernels.copy_pages`; see `constants.COPY_TILE`."""
+
+SUM_WARPS = 8
+"""Of `kernels.sum_pages`: a tile of 2048 words is 64 bytes for each of 256 threads."""
 
 _SIZES = {"i32": ctypes.c_int32}
 
@@ -24,18 +27,21 @@ class CompiledKernel:
     Needs the device's context to be current, here and in :meth:`close`.
     """
 
-    def __init__(self, calls: CudaCalls, kernel: Any, arguments: Mapping[str, str], constants: Constants) -> None:
+    def __init__(
+        self, calls: CudaCalls, kernel: Any, arguments: Mapping[str, str], constants: Constants, warps: int
+    ) -> None:
         """
         Args:
             kernel: a function of `kernels`.
             arguments: Triton's type of each argument that is no constant, in order: "*i64", "i32" and so on.
+            warps: of each program.
 
         Raises:
             TransportError: Triton is missing, or cannot compile it for this device.
         """
         self.arguments = tuple(arguments.values())
         self._calls = calls
-        compiled = _compile(kernel, arguments, constants, calls.capability())
+        compiled = compile_kernel(kernel, arguments, constants, warps, calls.capability())
         self.shared_nbytes = int(compiled.metadata.shared)
         self.threads = int(compiled.metadata.num_warps) * THREADS_OF_A_WARP
         self.num_parameters = _count_parameters(compiled.asm["ptx"])
@@ -51,7 +57,8 @@ class Launch:
 
     def __init__(self, calls: CudaCalls, kernel: CompiledKernel) -> None:
         self._calls = calls
-        self._kernel = kernel
+        self._launch = calls.launch
+        self._fixed = (kernel.function, kernel.threads, kernel.shared_nbytes)
         kinds: Sequence[Any] = [_SIZES.get(name, ctypes.c_uint64) for name in kernel.arguments]
         # Triton adds pointers to scratch memory, which these kernels do not use.
         self.values = [kind() for kind in kinds] + [
@@ -65,16 +72,22 @@ class Launch:
         Raises:
             TransportError: the driver refused.
         """
-        kernel = self._kernel
-        launch = self._calls.launch
-        code = launch(
-            kernel.function, programs, 1, 1, kernel.threads, 1, 1, kernel.shared_nbytes, stream, self._array, None
-        )
+        function, threads, shared_nbytes = self._fixed
+        code = self._launch(function, programs, 1, 1, threads, 1, 1, shared_nbytes, stream, self._array, None)
         if code:
             self._calls.require(code, "cuLaunchKernel")
 
 
-def _compile(kernel: Any, arguments: Mapping[str, str], constants: Constants, capability: int) -> Any:
+def compile_kernel(kernel: Any, arguments: Mapping[str, str], constants: Constants, warps: int, capability: int) -> Any:
+    """What Triton makes of a kernel; needs no device.
+
+    Args:
+        warps: of each program.
+        capability: compute capability as Triton writes it: 90 for 9.0.
+
+    Raises:
+        TransportError: there is no Triton, it cannot compile the kernel, or the kernel needs scratch memory.
+    """
     try:
         import triton
         from triton.backends.compiler import GPUTarget
@@ -89,7 +102,7 @@ def _compile(kernel: Any, arguments: Mapping[str, str], constants: Constants, ca
     try:
         source = ASTSource(kernel, signature, constants, aligned)
         target = GPUTarget("cuda", capability, THREADS_OF_A_WARP)
-        compiled = triton.compile(source, target=target, options={"num_warps": NUM_WARPS})
+        compiled = triton.compile(source, target=target, options={"num_warps": warps})
     except Exception as error:
         raise TransportError(f"Triton cannot compile {kernel.__name__} for capability {capability}: {error}") from error
     for scratch in ("global_scratch_size", "profile_scratch_size"):

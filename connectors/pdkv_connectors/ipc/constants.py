@@ -10,6 +10,10 @@ Constants = dict[str, int | bool]
 MIN_TILE = 128
 """The smallest tile in words: fewer would leave threads of a program without work."""
 
+COPY_TILE = 512
+"""The largest tile of a copy: 32 bytes, two accesses of the widest kind, for each thread of `compiled.COPY_WARPS`. On
+an H200 many programs as small as that copy more than fewer larger ones."""
+
 
 def copy_constants(plan: PagePlan, layers: int, align: int, *, verify: bool) -> Constants:
     """The constants of `kernels.copy_pages`.
@@ -26,11 +30,11 @@ def copy_constants(plan: PagePlan, layers: int, align: int, *, verify: bool) -> 
     target_strides = _ordered(target, outside, target_word)
     first_word = plan.first_source_byte // WORD_NBYTES
     slot_words = plan.unit * source.state_stride // WORD_NBYTES
-    tile = max(plan.tile_words, MIN_TILE)
+    tile = max(min(COPY_TILE, 1 << max(plan.unit_words - 1, 0).bit_length()), MIN_TILE)
     granules = plan.unit // granule_states(source.num_states)
     sums = plan.heads.count * granules if verify else 1
     runs = plan.is_run(source)
-    aligned = first_word % LANES == 0 and (plan.source_units == 1 or slot_words % LANES == 0)
+    aligned = first_word % tile == 0 and (plan.source_units == 1 or slot_words % tile == 0)
     return {
         "LAYERS": layers,
         "TOTAL": plan.unit_words,
@@ -49,7 +53,7 @@ def copy_constants(plan: PagePlan, layers: int, align: int, *, verify: bool) -> 
         "SOURCE_IS_RUN": runs,
         "TARGET_IS_RUN": plan.is_run_in_source_order,
         "FIRST_WORD": first_word,
-        "KEYS_STAY": runs and aligned and (tile == LANES or plan.unit_words <= tile),
+        "KEYS_ARE_RUNS": runs and aligned,
         "LANES": LANES,
         "TILE": tile,
         "ALIGN": align,

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.transfer.messages import MAX_GROUPS
-from pdkv_connectors.ipc.compiled import CompiledKernel, Launch
+from pdkv_connectors.ipc.compiled import COPY_WARPS, SUM_WARPS, CompiledKernel, Launch
 from pdkv_connectors.ipc.constants import Constants, copy_constants, sum_constants
 from pdkv_connectors.ipc.cuda_calls import CudaCalls
 from pdkv_connectors.ipc.hashing import WORD_NBYTES, key_table
@@ -69,7 +69,7 @@ class CudaMover:
         with self.calls.on_device():
             from pdkv_connectors.ipc.kernels import copy_pages
 
-            kernel = self._compiled(copy_pages, COPY_ARGUMENTS, constants)
+            kernel = self._compiled(copy_pages, COPY_ARGUMENTS, constants, COPY_WARPS)
             launch = Launch(self.calls, kernel)
             pointers = self.calls.upload(struct.pack(f"{3 * len(sources)}q", *sources, *destinations, *tables))
             scales = self.calls.upload(np.asarray(inverses, np.float32).tobytes())
@@ -89,7 +89,7 @@ class CudaMover:
         with self.calls.on_device():
             from pdkv_connectors.ipc.kernels import sum_pages
 
-            launch = Launch(self.calls, self._compiled(sum_pages, SUM_ARGUMENTS, constants))
+            launch = Launch(self.calls, self._compiled(sum_pages, SUM_ARGUMENTS, constants, SUM_WARPS))
             pointers = self.calls.upload(struct.pack(f"{2 * len(pages)}q", *pages, *tables))
             launch.values[0].value = pointers
             launch.values[2].value = self._key_table(shape.nbytes)
@@ -101,12 +101,13 @@ class CudaMover:
         Args:
             programs: so many at most, to leave the device to others; None for all that it takes.
         """
-        ids = np.concatenate([part for _, source, destination in jobs for part in (source, destination)])
-        slot = self._take(len(ids))
+        slot = self._take(2 * sum([len(source) for _, source, _ in jobs]))
+        nbytes = slot.stage([part for _, source, destination in jobs for part in (source, destination)])
         calls, stream = self.calls, self.stream
         with calls.on_device():
             # Pageable memory: the driver has taken what is in it when the call returns.
-            calls.require(calls.copy_to_device(slot.ids, ids.ctypes.data, ids.nbytes, stream), "cuMemcpyHtoDAsync_v2")
+            if code := calls.copy_to_device(slot.ids, slot.staged_address, nbytes, stream):
+                calls.require(code, "cuMemcpyHtoDAsync_v2")
             position = slot.ids
             for number, (legs, source, _) in enumerate(jobs):
                 units = len(source)
@@ -119,19 +120,20 @@ class CudaMover:
                     wanted = min(units * leg.layers, _MAX_PROGRAMS)
                     leg.launch(wanted if programs is None else min(wanted, programs), stream)
                 position += 2 * units * _ID_NBYTES
-            calls.require(calls.record(slot.event, stream), "cuEventRecord")
+            if code := calls.record(slot.event, stream):
+                calls.require(code, "cuEventRecord")
         return CudaWork(self, slot, len(jobs))
 
     def start_sums(self, jobs: Sequence[tuple[Sequence[SumLeg], Ids]], after: int | None = None) -> CudaWork:
         """Sum blocks: for each KV-cache group its legs and block ids. `after`: an event to wait for on the device."""
-        ids = np.concatenate([part for _, part in jobs] or [np.empty(0, np.int32)])
-        slot = self._take(len(ids))
+        slot = self._take(sum([len(part) for _, part in jobs]))
+        nbytes = slot.stage([part for _, part in jobs])
         calls, stream = self.calls, self.stream
         with calls.on_device():
             if after is not None:
                 calls.check("cuStreamWaitEvent", stream, after, 0)
-            if len(ids):
-                calls.check("cuMemcpyHtoDAsync_v2", slot.ids, ids.ctypes.data, ids.nbytes, stream)
+            if nbytes:
+                calls.check("cuMemcpyHtoDAsync_v2", slot.ids, slot.staged_address, nbytes, stream)
             position = slot.ids
             for legs, blocks in jobs:
                 for leg in legs:
@@ -189,10 +191,10 @@ class CudaMover:
         self._slots.append(slot)
         return slot
 
-    def _compiled(self, kernel: Any, arguments: dict[str, str], constants: Constants) -> CompiledKernel:
+    def _compiled(self, kernel: Any, arguments: dict[str, str], constants: Constants, warps: int) -> CompiledKernel:
         key = (kernel.__name__, *constants.values())
         if key not in self._kernels:
-            self._kernels[key] = CompiledKernel(self.calls, kernel, arguments, constants)
+            self._kernels[key] = CompiledKernel(self.calls, kernel, arguments, constants, warps)
         return self._kernels[key]
 
     def _key_table(self, page_nbytes: int) -> int:
@@ -232,9 +234,21 @@ class _Slot:
     def __init__(self, calls: CudaCalls, capacity: int) -> None:
         self.capacity = capacity
         self.ids = calls.allocate(capacity * _ID_NBYTES)
+        self._staged = np.empty(capacity, np.int32)
+        #: Asking numpy for it anew would take a microsecond each time.
+        self.staged_address = int(self._staged.ctypes.data)
         self._host, self.device_faults = calls.allocate_shared(MAX_GROUPS * _FAULT_NBYTES)
         self.faults = (ctypes.c_int32 * MAX_GROUPS).from_address(self._host)
         self.event = calls.new_event()
+
+    def stage(self, parts: Sequence[Ids]) -> int:
+        """Put ids one after the other into memory of the host; their bytes."""
+        position = 0
+        for part in parts:
+            end = position + len(part)
+            self._staged[position:end] = part
+            position = end
+        return position * _ID_NBYTES
 
     def close(self, calls: CudaCalls) -> None:
         calls.free(self.ids)

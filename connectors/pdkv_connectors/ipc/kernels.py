@@ -1,7 +1,8 @@
 """The Triton kernels: one that copies, converts and checks pages, and one that sums them. Both need a GPU.
 
 An *item* is one unit (see `plan`) of one layer. Each program takes the items ``program_id, program_id + programs, ..``,
-so that the same kernel fills a GPU or, launched with few programs, leaves most of it to others.
+so that the same kernel fills a GPU or, launched with few programs, leaves most of it to others. Copies go through them
+layer by layer, so that what runs at the same time lies in few stretches of memory.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
@@ -63,7 +64,7 @@ def copy_pages(
     SOURCE_IS_RUN: tl.constexpr,
     TARGET_IS_RUN: tl.constexpr,  # in the source's order
     FIRST_WORD: tl.constexpr,  # of the slice, in a page of the source
-    KEYS_STAY: tl.constexpr,  # every tile begins with the first lane
+    KEYS_ARE_RUNS: tl.constexpr,  # the words of a tile follow each other, and have one key in common
     LANES: tl.constexpr,
     TILE: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -77,11 +78,9 @@ def copy_pages(
     K_WORDS: tl.constexpr,
 ):
     lane = tl.arange(0, TILE)
-    if VERIFY and KEYS_STAY:
-        lane_keys = tl.load(keys + lane)
     for item in range(tl.program_id(0), units * LAYERS, tl.num_programs(0)):
-        unit = item // LAYERS
-        layer = item % LAYERS
+        layer = item // units
+        unit = item % units
         source_id = tl.load(ids + unit)
         target_id = tl.load(ids + units + unit)
         slot = source_id % SOURCE_UNITS
@@ -115,9 +114,9 @@ def copy_pages(
                     place // (INNER * WORDS) * TARGET_OUTER + place // WORDS % INNER * TARGET_INNER + place % WORDS
                 )
             if TOTAL % TILE == 0:
-                words = tl.load(source + source_word, eviction_policy="evict_first")
+                words = tl.load(source + source_word)
             else:
-                words = tl.load(source + source_word, mask=inside, other=0, eviction_policy="evict_first")
+                words = tl.load(source + source_word, mask=inside, other=0)
             if QUANTIZE:
                 inverse = tl.where(place % WORDS < K_WORDS, inverse_k, inverse_v)
                 result = _quarter_to_fp8(words, inverse, 0) | _quarter_to_fp8(words, inverse, 1)
@@ -129,8 +128,10 @@ def copy_pages(
             else:
                 tl.store(target + target_word, result, mask=inside)
             if VERIFY:
-                if KEYS_STAY:
-                    word_keys = _add_halves(lane_keys, tl.load(keys + LANES + (FIRST_WORD + begin + start) // LANES))
+                if KEYS_ARE_RUNS:
+                    first = FIRST_WORD + begin + start
+                    first_lane = tl.multiple_of(first % LANES, TILE)
+                    word_keys = _add_halves(tl.load(keys + first_lane + lane), tl.load(keys + LANES + first // LANES))
                 else:
                     in_page = FIRST_WORD + begin + source_word
                     if TOTAL % TILE == 0:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from pdkv.errors import GeometryError
-from pdkv_connectors.ipc.hashing import LANES, WORD_NBYTES, granule_states
+from pdkv_connectors.ipc.hashing import WORD_NBYTES, granule_states
 
 _FP8 = "float8_e4m3fn"
 _MAX_VECTOR_NBYTES = 16  # the widest access of a GPU's thread
@@ -136,11 +136,6 @@ class PagePlan:
     def can_verify(self) -> bool:
         """Whether the source's granules divide a unit, so that a unit can be checked by itself."""
         return self.unit % granule_states(self.source.num_states) == 0
-
-    @property
-    def tile_words(self) -> int:
-        """Words that a kernel takes at once: a power of two."""
-        return min(LANES, 1 << max(self.unit_words - 1, 0).bit_length())
 
     def alignment(self, *addresses: int) -> int:
         """The widest access in bytes, at most 16, to which everything is aligned, the addresses of pages included."""

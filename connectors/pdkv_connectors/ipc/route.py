@@ -52,23 +52,22 @@ class Route(ABC):
         self.source, self.destination = source, destination
         self.source_units = [source.num_blocks * group[0].plan.source_units for group in legs]
         self.destination_units = [destination.num_blocks * group[0].plan.destination_units for group in legs]
+        self._units_of_block = [group[0].plan.source_units for group in legs]
+        self._nbytes_of_unit = [sum(leg.plan.unit_nbytes * len(leg.layers) for leg in group) for group in legs]
         self._board = PeerBoard(link.memories[BOARD], source.num_blocks)
 
     def missing(self, columns: Sequence[BlockColumns]) -> list[tuple[int, list[int]]]:
         """Blocks of each group that P has not announced. With the link's lock held."""
         found = []
         for part in columns:
-            units = self.legs[part.group][0].plan.source_units
-            blocks = part.source if units == 1 else np.unique(part.source // units)
-            if not self._board.are_ready(blocks):
-                found.append((part.group, blocks.tolist()))
+            units = self._units_of_block[part.group]
+            if not self._board.are_ready(part.source, units):
+                found.append((part.group, np.unique(part.source // units).tolist()))
         return found
 
     def nbytes(self, columns: Sequence[BlockColumns]) -> int:
         """Bytes that the columns stand for, as the source counts them."""
-        return sum(
-            len(part) * sum(leg.plan.unit_nbytes * len(leg.layers) for leg in self.legs[part.group]) for part in columns
-        )
+        return sum([len(part.source) * self._nbytes_of_unit[part.group] for part in columns])
 
     @abstractmethod
     def start(self, columns: Sequence[BlockColumns], programs: int | None) -> Running:
