@@ -29,7 +29,7 @@ class Scheduler(ServingScheduler, NixlBaseConnectorScheduler):
     """The stock scheduler's side channel, and nothing else of it."""
 
     def __init__(self, port: int) -> None:
-        self._served, self.on_step = {}, None
+        self._served, self.engine_id = {}, "engine"
         self._handshake_data: dict[Any, bytes] = {}
         self._registration_generation = 0
         self._nixl_handshake_listener_t = None
@@ -54,19 +54,31 @@ def ask(scheduler: Scheduler) -> NixlHandshakePayload:
         return msgspec.msgpack.decode(peer.recv_multipart()[0], type=NixlHandshakePayload)
 
 
-def test_what_is_served_is_replaced_when_the_agent_is(scheduler: Scheduler) -> None:
-    for metadata in (b"first", b"second"):
-        scheduler.set_xfer_handshake_metadata({RANK: NixlHandshakePayload("hash", metadata)})
-        assert ask(scheduler).agent_metadata_bytes == metadata
+def payload(agent: str) -> NixlHandshakePayload:
+    """What a worker gives; the rest of the metadata does not matter here."""
+    return NixlHandshakePayload("hash", msgspec.msgpack.encode({"engine_id": "engine", "agent": agent}))
+
+
+def served(scheduler: Scheduler) -> dict[str, str]:
+    return dict(msgspec.msgpack.decode(ask(scheduler).agent_metadata_bytes))
+
+
+def test_what_is_served_is_replaced_when_the_agent_is_and_stock_peers_meet_another_engine(
+    scheduler: Scheduler,
+) -> None:
+    for agent, engine_id in (("first", "engine"), ("second", "engine#1"), ("second", "engine#1"), ("3rd", "engine#2")):
+        scheduler.set_xfer_handshake_metadata({RANK: payload(agent)})
+        assert served(scheduler) == {"engine_id": engine_id, "agent": agent}
+        assert scheduler.engine_id == engine_id
 
 
 def test_a_withdrawn_handshake_tells_the_peer_why_and_gives_it_nothing(scheduler: Scheduler) -> None:
-    scheduler.set_xfer_handshake_metadata({RANK: NixlHandshakePayload("hash", b"first")})
+    scheduler.set_xfer_handshake_metadata({RANK: payload("first")})
     scheduler.withdraw_handshake()
     answer = ask(scheduler)
     assert (answer.compatibility_hash, answer.agent_metadata_bytes) == (WITHDRAWN, b"")
-    scheduler.set_xfer_handshake_metadata({RANK: NixlHandshakePayload("hash", b"second")})
-    assert ask(scheduler).agent_metadata_bytes == b"second"
+    scheduler.set_xfer_handshake_metadata({RANK: payload("second")})
+    assert served(scheduler)["agent"] == "second"
 
 
 @pytest.fixture

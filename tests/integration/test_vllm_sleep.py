@@ -19,8 +19,6 @@ pytestmark = pytest.mark.vllm
 MAX_TOKENS = 10
 LENGTHS = (31, 64, 100)
 PROMPTS = [[(11 * length + 17 * place) % 4000 + 100 for place in range(length)] for length in LENGTHS]
-#: In no prefix cache.
-OTHER = [[3000 + place for place in range(70)]]
 ASK = {"do_remote_decode": True, "do_remote_prefill": False}
 #: More than any host has times the largest layer, so that every weight update is short of memory.
 ENVIRONMENT = {"PDKV_SLEEP": "1", "PDKV_SIZING_WEIGHT_UPDATE_FACTOR": "1000000"}

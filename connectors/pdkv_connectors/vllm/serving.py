@@ -1,12 +1,12 @@
 """The handshake that vLLM's side channel serves: replaced when an agent is, and withdrawn while an engine sleeps.
 
-vLLM 0.32 serves what it was given first for as long as it lives. 0.33 replaces it, and shows stock peers that it has by
-a counter; a pdkv peer has a generation in pdkv's own messages.
+vLLM 0.32 serves what it was given first for as long as it lives; 0.33 replaces it, and tells stock peers by a counter.
+A pdkv peer has a generation in pdkv's own messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -29,13 +29,31 @@ WITHDRAWN = "none: this engine is asleep and has no KV cache; wake it first"
 class ServingScheduler:
     """Mixed in before a stock NIXL scheduler."""
 
+    engine_id: str
+
+    #: What was published last, by rank, as the workers gave it; how often it has changed.
+    _published: Mapping[tuple[int, int], bytes] = {}
+    _changes = 0
+    #: Called in every step of the engine.
+    on_step: Callable[[], None] | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._served: dict[tuple[int, int], bytes] = {}
-        #: Called in every step of the engine.
-        self.on_step: Callable[[], None] | None = None
         super().__init__(*args, **kwargs)
 
     def set_xfer_handshake_metadata(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """Serve these payloads from now on; where they have changed, under another engine id.
+
+        A stock peer keeps an agent for as long as it hears of the same engine. It reads the id in the parameters of
+        each request, takes another one for another engine, and meets that.
+        """
+        published = {rank: payload.agent_metadata_bytes for rank, payload in metadata.items()}
+        if self._published and published != self._published:
+            self._changes += 1
+            self.engine_id = f"{self.engine_id.partition('#')[0]}#{self._changes}"
+        self._published = published
+        if self._changes:
+            metadata = {rank: _renamed(payload, self.engine_id) for rank, payload in metadata.items()}
         super().set_xfer_handshake_metadata(metadata)  # type: ignore[misc]
         for rank, payload in metadata.items():
             self._served[rank] = msgspec.msgpack.encode(payload)
@@ -55,6 +73,13 @@ class ServingScheduler:
         if self.on_step is not None:
             self.on_step()
         return super().build_connector_meta(scheduler_output)  # type: ignore[misc]
+
+
+def _renamed(payload: NixlHandshakePayload, engine_id: str) -> NixlHandshakePayload:
+    """The payload of an engine that calls itself `engine_id`."""
+    metadata = msgspec.msgpack.decode(payload.agent_metadata_bytes)
+    metadata["engine_id"] = engine_id
+    return NixlHandshakePayload(payload.compatibility_hash, msgspec.msgpack.encode(metadata))
 
 
 class SleepingPushWorker(EndsPushWorker):

@@ -72,14 +72,15 @@ class SleepGate:
         return None if connector is None else connector.connector_scheduler
 
     def holders(self) -> tuple[str, ...]:
-        """Requests whose blocks a peer may still read or write."""
-        return tuple(
-            sorted(
-                request.request_id
-                for request in self._core.scheduler.requests.values()
-                if request.is_finished() or request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-            )
-        )
+        """Requests whose blocks a peer may still read or write, as vLLM counts them, and as the connector does."""
+        held = {
+            request.request_id
+            for request in self._core.scheduler.requests.values()
+            if request.is_finished() or request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        }
+        if not held and (more := getattr(self._scheduler, "holders", None)) is not None:
+            held.update(more())
+        return tuple(sorted(held))
 
     def require_free(self) -> None:
         """Raise unless the engine can sleep now.
