@@ -41,12 +41,17 @@ def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
     """A prefill engine, which computes long prompts in chunks, and a decode engine with another block count."""
     folder, port = tmp_path_factory.mktemp("pd"), free_port()
     prefill = EngineProcess(
-        model, folder / "prefill.log", **GROWABLE, **pdkv_connector("kv_producer", port), max_num_batched_tokens=256
+        model,
+        folder / "prefill.log",
+        {"PDKV_SLEEP": "1"},
+        **GROWABLE,
+        **pdkv_connector("kv_producer", port),
+        max_num_batched_tokens=256,
     )
     decode = EngineProcess(
         model,
         folder / "decode.log",
-        {"PDKV_CAPACITY_BLOCKS": "400", "PDKV_WARMUP_BLOCKS": "10"},
+        {"PDKV_CAPACITY_BLOCKS": "400", "PDKV_WARMUP_BLOCKS": "10", "PDKV_SLEEP": "1"},
         **GROWABLE,
         **pdkv_connector("kv_consumer", port, pdkv_silence_s=3.0),
         kv_cache_memory_bytes=128 << 20,
@@ -127,6 +132,50 @@ def test_used_and_altered_parameters_fail_their_requests_and_no_others(
     answers = decode.generate(prompts, MAX_TOKENS, [used, altered, good])
     assert [answer["tokens"] for answer in answers] == [[], [], reference[6]]
     wait_until_free(prefill)
+
+
+def test_a_client_that_leaves_before_its_request_is_scheduled_frees_prefill(engines: Engines) -> None:
+    prefill, decode = engines
+    (transfer,) = hand_over(prefill, [PROMPTS[6]])
+    decode.ask("submit", request_id="gone", prompt=PROMPTS[6], max_tokens=4, transfer=transfer, steps=0)
+    wait_until_free(prefill)
+
+
+def test_a_client_that_leaves_while_its_request_loads_frees_both_sides(
+    engines: Engines, reference: list[list[int]]
+) -> None:
+    prefill, decode = engines
+    prompt = [13, *PROMPTS[7][1:]]
+    (transfer,) = hand_over(prefill, [prompt])
+    decode.ask("submit", request_id="leaves", prompt=prompt, max_tokens=4, transfer=transfer, steps=1)
+    wait_until_free(prefill)
+    assert run_pd(engines, PROMPTS[5:7]) == reference[5:7]
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["prefill", "decode"])
+def test_an_engine_that_slept_serves_on_in_a_new_generation(
+    engines: Engines, reference: list[list[int]], which: int
+) -> None:
+    wait_until_free(engines[0])
+    before = [engine.ask("facts")["metrics"]["generation"] for engine in engines]
+    hits = counts(engines[1])["remote_prefill_hits"]
+    assert engines[which].ask("sleep") is None
+    assert engines[which].ask("wake") is None
+    assert run_pd(engines, PROMPTS[4:7]) == reference[4:7]
+    after = [engine.ask("facts")["metrics"]["generation"] for engine in engines]
+    assert after[which] > before[which]
+    assert after[1 - which] == before[1 - which]
+    assert counts(engines[1])["remote_prefill_hits"] == hits + 3
+    assert counts(engines[1])["recomputed_tokens"] == 0
+
+
+def test_prefill_refuses_to_sleep_while_it_holds_blocks_for_decode(
+    engines: Engines, reference: list[list[int]]
+) -> None:
+    prefill, decode = engines
+    transfer = hand_over(prefill, [PROMPTS[6]])
+    assert "hold blocks of the KV cache" in prefill.ask("sleep")
+    assert decode.generate([PROMPTS[6]], MAX_TOKENS, transfer)[0]["tokens"] == reference[6]
 
 
 def test_a_request_that_decode_never_asks_for_leaves_the_others_alone(

@@ -37,7 +37,8 @@ class Seam:
 
 
 _WORKER = "vllm.v1.worker.gpu_worker"
-_NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
+_BASE = "vllm.distributed.kv_transfer.kv_connector.v1"
+_NIXL = f"{_BASE}.nixl"
 
 ENGINE_SEAMS = (
     Seam("block count", "vllm.v1.engine.core", "EngineCore._initialize_kv_caches", ("vllm_config",)),
@@ -73,6 +74,15 @@ ENGINE_SEAMS = (
 )  # fmt: skip
 
 CONNECTOR_SEAMS = (
+    Seam("session", f"{_BASE}.base", "KVConnectorBase_V1", ("vllm_config", "role", "kv_cache_config")),
+    Seam("session", f"{_BASE}.base", "KVConnectorBase_V1.get_transfer_results", ("finished_req_ids",)),
+    Seam("session", f"{_BASE}.base", "KVConnectorBase_V1.build_connector_worker_meta", ()),
+    Seam("session", f"{_BASE}.base", "KVConnectorBase_V1.on_new_request", ("request",)),
+    Seam("session", f"{_BASE}.base", "KVConnectorBase_V1.set_xfer_handshake_metadata", ("metadata",)),
+    Seam("session", f"{_BASE}.base", "KVConnectorWorkerMetadata.aggregate", ("other",)),
+    Seam("session", f"{_BASE}.base", "KVConnectorTransferResults",
+         ("finished_sending", "finished_recving", "failed_recving")),
+    Seam("session", "vllm.v1.core.sched.scheduler", "Scheduler._handle_failed_recving", ("failed_req_ids",)),
     Seam("late connector", f"{_NIXL}.connector", "NixlBaseConnector", ("vllm_config", "role", "kv_cache_config")),
     Seam("late connector", f"{_NIXL}.pull_worker", "NixlPullConnectorWorker",
          ("vllm_config", "engine_id", "kv_cache_config")),

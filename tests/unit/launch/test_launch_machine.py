@@ -104,6 +104,13 @@ def test_a_deployment_knows_its_addresses_before_it_starts(model):
     assert not deployment.log_dir.exists()
 
 
+def test_decode_in_a_deployment_is_told_where_its_prefill_listens(model):
+    deployment = PDDeployment(
+        PDSettings.build(model, kind="stock-pd", device="cpu", prefill={"side_channel_port": 18777})
+    )
+    assert deployment.settings.decode.side_channel_peers == ("127.0.0.1:18777",)
+
+
 def test_status_files_are_read_in_the_order_of_ranks(tmp_path: Path):
     for rank in (10, 2, 0):
         (tmp_path / f"worker-rank{rank}.json").write_text(json.dumps({"rank": rank}))
