@@ -38,10 +38,12 @@ demo: model ## prefill + decode against one stock vLLM, over 16 word problems; e
 	$(PY) -m pdkv.harness.gsm8k --model $(MODEL) --data examples/data/grade_school.jsonl \
 		--connector $(CONNECTOR) --engine-memory 3GiB --report $(DEMO)/report.json --log-dir $(DEMO)/logs $(ARGS)
 
+# Without a connector that was asked for: nixl-pull and nixl-push.
+SLEEPING = $(if $(filter command environment,$(firstword $(origin CONNECTOR))),--connector $(CONNECTOR))
 demo-sleep: model ## the demo with sleep, wake and a weight update between problems, pull and push
 	@mkdir -p $(DEMO)-sleep
 	$(PY) -m pdkv.harness.sleep --model $(MODEL) --data examples/data/grade_school.jsonl \
-		--report $(DEMO)-sleep/report.json --log-dir $(DEMO)-sleep/logs $(ARGS)
+		--report $(DEMO)-sleep/report.json --log-dir $(DEMO)-sleep/logs $(SLEEPING) $(ARGS)
 
 test: model ## all tests that need no GPU: those of test-fast, then those of test-engines
 	$(FAST_TESTS) $(ARGS)
