@@ -117,9 +117,6 @@ class PdkvConnector(BuiltLate, KVConnectorBase_V1, SupportsHMA):
         if self.connector_worker is not None:
             self.connector_worker.unregister()
 
-    def set_generation(self, generation: int) -> None:
-        """The ranks agree on one after a sleep; ours need not, since each is known to its peer by its own."""
-
     def report_to(self, status: StatusFile) -> None:
         """Not here: the workers say it to the scheduler's half, which writes it down for all of them."""
 
