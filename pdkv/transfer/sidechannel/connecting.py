@@ -129,6 +129,9 @@ class ConnectingEnd:
             elif event == zmq.EVENT_DISCONNECTED:
                 host.reason = "disconnected" if host.connected else host.reason
                 host.connected = host.accepted = False
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                host.reason = "the connection was closed before it was open"
+                self._complain("handshakes_failed", f"{host.entry.name} at {host.entry.address}: {host.reason}")
             else:
                 host.refused = True  # ZeroMQ does not try again by itself
                 host.introduce_at = self._clock.monotonic() + self._settings.limits.introduce_every_s
