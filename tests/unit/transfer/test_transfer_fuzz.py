@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cpu
 
 # Shrinking sequences of messages takes minutes; what hypothesis found first is short enough to read.
 PHASES = [phase for phase in Phase if phase is not Phase.shrink]
-QUICK = settings(phases=PHASES, max_examples=60, deadline=None)
+QUICK = settings(phases=PHASES, max_examples=25, deadline=None)
 TABLES = 10_000  # nothing that a few hundred messages can fill may hold more
 
 
