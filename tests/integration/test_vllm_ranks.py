@@ -76,3 +76,27 @@ def test_prefill_with_one_rank_feeds_decode_with_two(tiny: Path, tmp_path: Path)
         assert rank["chunks_per_segment"] == 1
         assert rank["connector_created_after_extend"]
         assert rank["final_blocks"] != prefill_blocks
+
+
+def test_each_rank_of_decode_ends_its_lease_on_the_same_rank_of_prefill(tiny: Path, tmp_path: Path) -> None:
+    options = {**OPTIONS, **TWO_RANKS, **GROWABLE}
+    environments = [{"PDKV_STATUS_DIR": str(tmp_path / name)} for name in ("p", "d")]
+    with (
+        EngineProcess(tiny, tmp_path / "p.log", environments[0], **options, **nixl_connector("kv_producer")) as prefill,
+        EngineProcess(tiny, tmp_path / "d.log", environments[1], **options, **nixl_connector("kv_consumer")) as decode,
+    ):
+        decode.wait_ready()
+        ask = {"do_remote_decode": True, "do_remote_prefill": False}
+        answers = prefill.generate(PROMPTS, 1, [dict(ask) for _ in PROMPTS])
+        transfers = [answer["transfer"] for answer in answers]
+        assert [len(transfer["pdkv"]["ranks"]) for transfer in transfers] == [2] * len(PROMPTS)
+        found = decode.generate(PROMPTS, 16, transfers)
+        assert [answer["tokens"] for answer in found] == [answer["tokens"] for answer in prefill.generate(PROMPTS, 16)]
+        decode.ask("submit", request_id="again", prompt=PROMPTS[1], max_tokens=4, transfer=dict(transfers[1]))
+        assert decode.ask("outcome", request_id="again", timeout_s=60)["reason"] == "error"
+        prefill.generate(PROMPTS[:1], 1)  # steps, in which what has ended is said
+    for rank in (0, 1):
+        of_prefill, of_decode = (workers(tmp_path / name)[rank]["ends"] for name in ("p", "d"))
+        assert of_prefill["prefill"]["held_requests"] == of_decode["decode"]["held_requests"] == 0
+        assert of_prefill["prefill"]["counters"]["leases_ended_by_decode"] == len(PROMPTS)
+        assert of_decode["decode"]["counters"]["loaded"] == len(PROMPTS)
