@@ -13,11 +13,12 @@ MODEL := build/models/smollm2-135m-instruct
 DEMO  := build/demo
 # No single test may take longer than its --timeout; those with engines start two or three, a minute or two each on two
 # busy cores.
-FAST_TESTS   := $(PY) -m pytest -m "not vllm and not gpu" --timeout 300 -n 2 --dist worksteal
+FAST_TESTS   := $(PY) -m pytest -m "not vllm and not nixl and not gpu" --timeout 300 -n 2 --dist worksteal
+NIXL_TESTS   := $(PY) -m pytest -m "nixl and not vllm and not gpu" --timeout 300 --durations 10
 ENGINE_TESTS := $(PY) -m pytest -m "vllm and not gpu" --timeout 600 --durations 25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-fast model demo demo-sleep test test-fast test-engines lint format lock clean
+.PHONY: help setup setup-fast model demo demo-sleep test test-fast test-nixl test-engines lint format lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,12 +46,16 @@ demo-sleep: model ## the demo with sleep, wake and a weight update between probl
 	$(PY) -m pdkv.harness.sleep --model $(MODEL) --data examples/data/grade_school.jsonl \
 		--report $(DEMO)-sleep/report.json --log-dir $(DEMO)-sleep/logs $(SLEEPING) $(ARGS)
 
-test: model ## all tests that need no GPU: those of test-fast, then those of test-engines
+test: model ## all tests that need no GPU: those of test-fast, of test-nixl and of test-engines
 	$(FAST_TESTS) $(ARGS)
+	$(NIXL_TESTS) $(ARGS)
 	$(ENGINE_TESTS) $(ARGS)
 
-test-fast: setup-fast ## the tests that need no vLLM, two at a time
+test-fast: setup-fast ## the tests that need neither vLLM nor NIXL, two at a time
 	$(FAST_TESTS) $(ARGS)
+
+test-nixl: setup-fast ## the tests with real transports in processes of their own, which have deadlines
+	$(NIXL_TESTS) $(ARGS)
 
 test-engines: model ## the tests with real vLLM engines, one after the other: engines would take the cores from each other
 	$(ENGINE_TESTS) $(ARGS)

@@ -41,6 +41,7 @@ class SimNode:
         self._wheel, self._fabric, self.clock = wheel, fabric, clock
         self._peer_agents: dict[str, int] = {}
         self._stopped_until = 0.0
+        self._waiting: list[Callable[[], None]] = []
         self._tick_at: float | None = None
         fabric.attach(self)
 
@@ -64,11 +65,22 @@ class SimNode:
         """Do it now, or when the process goes on, or never where it is dead. Then do what came of it."""
         if not self.alive:
             return
-        if self._wheel.now < self._stopped_until:
-            self._wheel.at(self._stopped_until, lambda: self.when_running(event))
+        if self._wheel.now < self._stopped_until or self._waiting:
+            if not self._waiting:
+                self._wheel.at(self._stopped_until, self._go_on)
+            self._waiting.append(event)
             return
         event()
         self._work()
+
+    def _go_on(self) -> None:
+        """What came while the process was stopped, in the order in which it came."""
+        if self._wheel.now < self._stopped_until:
+            self._wheel.at(self._stopped_until, self._go_on)
+            return
+        waiting, self._waiting = self._waiting, []
+        for event in waiting:
+            self.when_running(event)
 
     def after(self, delay_s: float, event: Callable[[], None]) -> None:
         """Something that the process does later."""

@@ -34,6 +34,14 @@ def test_no_schedule_that_hypothesis_finds_goes_wrong(plan: Plan) -> None:
     assert outcome.is_good, outcome
 
 
+def test_a_process_that_goes_on_does_what_came_meanwhile_in_the_order_in_which_it_came() -> None:
+    # The second chunk is due just when prefill goes on; the first one has waited since it was stopped.
+    request = RequestPlan(num_tokens=17, chunks=2, prefill_s=8.0)
+    outcome = run(Plan(requests=(request,), faults=(Fault(FaultKind.STOP_PREFILL, 1, 7.9),)))
+    assert outcome.faults[FaultKind.STOP_PREFILL] == 1
+    assert outcome.is_good, outcome
+
+
 @pytest.mark.parametrize("mutant", ["NoQuarantineOnDecode", "PairingFromTheEnd"])
 def test_hypothesis_shrinks_a_failing_schedule_to_a_few_steps(mutant: str) -> None:
     quick = settings(
