@@ -40,12 +40,14 @@ def test_survivors_of_a_pull_serve_the_next_peer_and_nothing_is_lost(pull: Deplo
 
 
 # The others differ from pull by nothing that processes could show; the program runs all of them in both directions.
+@pytest.mark.quiet
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if "transfer" in name or "side_channel_loses" in name])
 def test_survivors_of_a_push_serve_the_next_peer_and_nothing_is_lost(push: Deployment, name: str) -> None:
     run_scenario(name, push)
     assert push.totals.is_good
 
 
+@pytest.mark.quiet
 def test_over_the_default_transports_a_stopped_prefill_serves_and_goes_on(tmp_path: Path) -> None:
     """Without tcp a READ on one host needs nothing of its owner, once the two have met."""
     with Deployment(tmp_path) as deployment:
