@@ -9,29 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
-from pdkv.errors import ConfigError, HarnessError, PdkvError
+from pdkv.errors import ConfigError, HarnessError
 from pdkv.harness.client import Completion, check_reachable
 from pdkv.harness.compare import compare
 from pdkv.harness.dataset import load_problems
 from pdkv.harness.engines import answers, build_candidate, run_candidate, run_reference
 from pdkv.harness.options import Options, parse
+from pdkv.harness.program import run_program, say
 from pdkv.harness.prompts import Prompt, build_prompts
 from pdkv.harness.report import build_report, summary, table, write_report
 from pdkv.harness.saved import load_answers, save_answers
 from pdkv.harness.status import EngineFacts, collect, counters
 from pdkv.launch.deployment import read_status
-
-EXIT_PASSED = 0
-EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
-EXIT_NOT_CARRIED_OUT = 3
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -78,11 +72,11 @@ def _start_both(options: Options, prompts: Sequence[Prompt], times_s: dict[str, 
     engine = options.engine
     if engine is None:
         raise ConfigError("no engine to start.")
-    build_candidate(engine, _say)  # a wrong setting of the second side shows before the first side's minute
-    ask = functools.partial(run_reference, prompts, engine, options.requests, _say)
+    build_candidate(engine, say)  # a wrong setting of the second side shows before the first side's minute
+    ask = functools.partial(run_reference, prompts, engine, options.requests, say)
     reference = _reference(options, prompts, times_s, ask)
     began = time.monotonic()
-    candidate, facts = run_candidate(build_candidate(engine, _say), prompts, options.requests)
+    candidate, facts = run_candidate(build_candidate(engine, say), prompts, options.requests)
     times_s["candidate"] = time.monotonic() - began
     return reference, candidate, facts
 
@@ -142,31 +136,9 @@ def _settings(options: Options) -> dict[str, Any]:
     }
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _stop(signum: int, frame: FrameType | None) -> NoReturn:
-    """End by an exception, so that the deployments on the way out end their processes."""
-    raise SystemExit(128 + signum)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit code."""
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, _stop)
-    try:
-        report = run(parse(sys.argv[1:] if argv is None else argv))
-    except ConfigError as error:
-        _say(f"error: {error}")
-        return EXIT_BAD_INPUT
-    except PdkvError as error:
-        _say(f"error: {error}")
-        return EXIT_NOT_CARRIED_OUT
-    except KeyboardInterrupt:
-        _say("interrupted; all processes that were started have been ended")
-        return 128 + signal.SIGINT
-    return EXIT_PASSED if report["passed"] else EXIT_FAILED
+    return run_program(lambda: run(parse(sys.argv[1:] if argv is None else argv)))
 
 
 if __name__ == "__main__":

@@ -63,14 +63,7 @@ def parser() -> ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument("--data", type=Path, required=True, help="problems in GSM8K's JSON-lines format")
-    p.add_argument("--limit", type=int, help="ask the first N problems only")
-    p.add_argument("--prompt", default=STYLES[0], help=f"{' or '.join(STYLES)} (default: %(default)s)")
-    p.add_argument("--few-shot", type=Path, help="solved examples (default: few_shot.jsonl beside --data)")
-    p.add_argument("--max-tokens", type=int, default=128, help="tokens per answer at most (default: %(default)s)")
-    p.add_argument("--concurrency", type=int, default=2, help="requests at once (default: %(default)s)")
-    p.add_argument("--request-timeout", type=float, default=300, metavar="S", help="per request (default: %(default)s)")
-    p.add_argument("--report", type=Path, help="write the JSON report here")
+    add_questions(p, max_tokens=128)
     _add_engines(p.add_argument_group("engines that the harness starts"))
     _add_endpoints(p.add_argument_group("servers that run already"))
     diagnostics = p.add_argument_group("diagnostics")
@@ -82,6 +75,37 @@ def parser() -> ArgumentParser:
         help="negative control: decode overwrites the KV that it receives; the comparison must fail",
     )
     return p
+
+
+def add_questions(p: ArgumentParser, *, max_tokens: int) -> None:
+    """The options of every program of the harness: what to ask, and how; :func:`check_questions` looks at them."""
+    p.add_argument("--data", type=Path, required=True, help="problems in GSM8K's JSON-lines format")
+    p.add_argument("--limit", type=int, help="ask the first N problems only")
+    p.add_argument("--prompt", default=STYLES[0], help=f"{' or '.join(STYLES)} (default: %(default)s)")
+    p.add_argument("--few-shot", type=Path, help="solved examples (default: few_shot.jsonl beside --data)")
+    p.add_argument("--max-tokens", type=int, default=max_tokens, help="tokens of an answer (default: %(default)s)")
+    p.add_argument("--concurrency", type=int, default=2, help="requests at once (default: %(default)s)")
+    p.add_argument("--request-timeout", type=float, default=300, metavar="S", help="per request (default: %(default)s)")
+    p.add_argument("--report", type=Path, help="write the JSON report here")
+
+
+def check_questions(a: argparse.Namespace) -> None:
+    """Refuse numbers that make no sense, and files that could not be written when a run of minutes is over.
+
+    Raises:
+        ConfigError: see above.
+    """
+    for name in ("limit", "max_tokens", "concurrency", "request_timeout"):
+        value = getattr(a, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+    _check_writable("--report", a.report)
+
+
+def few_shot_of(a: argparse.Namespace) -> Path:
+    """The solved examples: those that were named, or those beside the problems."""
+    path: Path = a.few_shot or a.data.parent / "few_shot.jsonl"
+    return path
 
 
 def _add_engines(group: argparse._ArgumentGroup) -> None:
@@ -118,16 +142,12 @@ def parse(argv: Sequence[str]) -> Options:
     arguments = list(argv)
     split = arguments.index("--") if "--" in arguments else len(arguments)
     a = parser().parse_args(arguments[:split])
-    for name in ("limit", "max_tokens", "concurrency", "request_timeout"):
-        value = getattr(a, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+    check_questions(a)
     _check_sides(a)
-    for name in ("report", "save_reference"):
-        _check_writable(f"--{name.replace('_', '-')}", getattr(a, name))
+    _check_writable("--save-reference", a.save_reference)
     return Options(
         data=a.data,
-        few_shot=a.few_shot or a.data.parent / "few_shot.jsonl",
+        few_shot=few_shot_of(a),
         limit=a.limit,
         prompt=a.prompt,
         max_tokens=a.max_tokens,
@@ -182,7 +202,7 @@ def _engine(a: argparse.Namespace, extra_args: tuple[str, ...]) -> EngineOptions
 
 
 def _check_writable(option: str, path: Path | None) -> None:
-    """Refuse a file that could not be written when the run, of minutes, is over. A missing folder is made now."""
+    """Refuse a file that cannot be written. A missing folder is made now."""
     if path is None:
         return
     try:

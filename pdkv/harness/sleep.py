@@ -17,13 +17,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from pdkv import registry
 from pdkv.arguments import ArgumentParser
-from pdkv.errors import ConfigError, PdkvError
+from pdkv.errors import ConfigError
 from pdkv.harness.client import Completion, ask_all
 from pdkv.harness.compare import Result, compare
 from pdkv.harness.dataset import load_problems
 from pdkv.harness.engines import EngineOptions, RequestOptions, run_reference
-from pdkv.harness.prompts import STYLES, Prompt, build_prompts
+from pdkv.harness.options import add_questions, check_questions, few_shot_of
+from pdkv.harness.program import run_program, say
+from pdkv.harness.prompts import Prompt, build_prompts
 from pdkv.harness.report import write_report
 from pdkv.harness.sleeper import Sleeper, SleepRecord
 from pdkv.harness.status import EngineFacts, collect, counters
@@ -31,7 +34,6 @@ from pdkv.launch.deployment import PDDeployment
 from pdkv.launch.settings import ENGINE_READY_TIMEOUT_S, PDSettings
 from pdkv.launch.sizes import parse_nbytes
 
-EXIT_PASSED, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_NOT_CARRIED_OUT = 0, 1, 2, 3
 #: What a sleep must give back, of the bytes that the cache had committed.
 LEAST_DROP = 0.9
 STAGES = ("before", "after prefill slept", "after decode slept", "after the weight update")
@@ -74,10 +76,12 @@ def run(options: SleepOptions) -> dict[str, Any]:
     problems = load_problems(options.data, options.limit)
     if len(problems) < len(STAGES):
         raise ConfigError(f"{len(problems)} problems are too few for {len(STAGES)} stages; raise --limit.")
+    for name in options.connectors:  # the reference alone takes a minute to start
+        registry.find(name)
     examples = load_problems(options.few_shot) if options.prompt == "few-shot" else ()
     prompts = build_prompts(problems, options.prompt, examples, options.max_tokens)
     began = time.monotonic()
-    reference = run_reference(prompts, options.engine, options.requests, _say)
+    reference = run_reference(prompts, options.engine, options.requests, say)
     connectors = {}
     for name in options.connectors:
         done = run_connector(name, prompts, options)
@@ -114,7 +118,7 @@ def run_connector(name: str, prompts: Sequence[Prompt], options: SleepOptions) -
         decode={"extra_args": (*engine.extra_args, "--no-enable-prefix-caching")},
         **engine.common(),
     )
-    with PDDeployment(settings, report=_say) as deployment:
+    with PDDeployment(settings, report=say) as deployment:
         roles = ("prefill", "decode")
         sleepers = {
             role: Sleeper(role, deployment.url_of(role), lambda role=role: deployment.status(role))  # type: ignore[misc]
@@ -130,7 +134,7 @@ def run_connector(name: str, prompts: Sequence[Prompt], options: SleepOptions) -
                 records.append(sleepers["decode"].sleep_and_wake())
             elif stage == STAGES[3]:
                 records += [sleepers[role].update_weights() for role in roles]
-            _say(f"{name}: {len(part)} problems {stage}")
+            say(f"{name}: {len(part)} problems {stage}")
             completions += asyncio.run(
                 ask_all(
                     deployment.proxy_url,
@@ -211,20 +215,13 @@ def parser() -> ArgumentParser:
     """The options."""
     p = ArgumentParser(prog="python -m pdkv.harness.sleep", description=__doc__.split("\n\n")[0] if __doc__ else "")
     p.add_argument("--model", type=Path, required=True, help="local model folder")
-    p.add_argument("--data", type=Path, required=True, help="problems in GSM8K's JSON-lines format")
-    p.add_argument("--limit", type=int, help="ask the first N problems only, at least 4")
-    p.add_argument("--prompt", default=STYLES[0], help=f"{' or '.join(STYLES)} (default: %(default)s)")
-    p.add_argument("--few-shot", type=Path, help="solved examples (default: few_shot.jsonl beside --data)")
-    p.add_argument("--max-tokens", type=int, default=64, help="tokens per answer at most (default: %(default)s)")
-    p.add_argument("--concurrency", type=int, default=2, help="requests at once (default: %(default)s)")
-    p.add_argument("--request-timeout", type=float, default=300, metavar="S", help="per request (default: %(default)s)")
+    add_questions(p, max_tokens=64)
     p.add_argument("--connector", action="append", help="KV connector; repeat for more (default: nixl-pull, nixl-push)")
     p.add_argument("--kv-bytes", default="256MiB", metavar="SIZE", help="KV budget of an engine (default: %(default)s)")
     p.add_argument("--max-model-len", type=int, default=1024, help="default: %(default)s")
     p.add_argument("--block-size", type=int, default=32, help="tokens per block (default: %(default)s)")
     p.add_argument("--ready-timeout", type=float, default=ENGINE_READY_TIMEOUT_S, metavar="S")
     p.add_argument("--log-dir", type=Path, help="folder for logs and status files")
-    p.add_argument("--report", type=Path, help="write the JSON report here")
     return p
 
 
@@ -235,10 +232,7 @@ def parse(argv: Sequence[str]) -> SleepOptions:
         ConfigError: an option is unknown, missing or not allowed.
     """
     a = parser().parse_args(list(argv))
-    for name in ("limit", "max_tokens", "concurrency", "request_timeout"):
-        value = getattr(a, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+    check_questions(a)
     engine = EngineOptions(
         model=a.model, connector="", dtype="float32", kv_bytes=parse_nbytes(a.kv_bytes), prefill_kv_bytes=None,
         engine_memory=None, max_model_len=a.max_model_len, block_size=a.block_size, log_dir=a.log_dir,
@@ -246,7 +240,7 @@ def parse(argv: Sequence[str]) -> SleepOptions:
     )  # fmt: skip
     return SleepOptions(
         data=a.data,
-        few_shot=a.few_shot or a.data.parent / "few_shot.jsonl",
+        few_shot=few_shot_of(a),
         limit=a.limit,
         max_tokens=a.max_tokens,
         prompt=a.prompt,
@@ -257,24 +251,9 @@ def parse(argv: Sequence[str]) -> SleepOptions:
     )
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit code, as :mod:`pdkv.harness.gsm8k` does."""
-    try:
-        report = run(parse(sys.argv[1:] if argv is None else argv))
-    except ConfigError as error:
-        _say(f"error: {error}")
-        return EXIT_BAD_INPUT
-    except PdkvError as error:
-        _say(f"error: {error}")
-        return EXIT_NOT_CARRIED_OUT
-    except KeyboardInterrupt:
-        _say("interrupted; all processes that were started have been ended")
-        return 130
-    return EXIT_PASSED if report["passed"] else EXIT_FAILED
+    return run_program(lambda: run(parse(sys.argv[1:] if argv is None else argv)))
 
 
 if __name__ == "__main__":

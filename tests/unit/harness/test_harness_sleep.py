@@ -84,3 +84,19 @@ def test_too_few_problems_are_refused_before_anything_starts(tmp_path: Path) -> 
     data.write_text('{"question": "q", "answer": "a #### 1"}\n' * 3)
     with pytest.raises(ConfigError, match="3 problems are too few"):
         run(parse(["--model", "m", "--data", str(data)]))
+
+
+def test_an_unknown_connector_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"question": "q", "answer": "a #### 1"}\n' * 4)
+    with pytest.raises(ConfigError, match="no KV connector is called 'nxl'"):
+        run(parse(["--model", "m", "--data", str(data), "--connector", "nixl-pull", "--connector", "nxl"]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [(["--concurrency", "0"], "--concurrency is 0"), (["--report", "/proc/nobody/report.json"], "cannot be written")],
+)
+def test_what_would_fail_at_the_end_is_refused_at_the_start(arguments: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        parse(["--model", "m", "--data", "d", *arguments])
