@@ -107,6 +107,13 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(headings), line(["-" * width for width in widths]), *map(line, rows)])
 
 
+def keep_record(row: Mapping[str, Any]) -> None:
+    """Append a row to the file that `PDKV_GPU_RECORDS` names, from which `gpu_all.py` makes its table; else nothing."""
+    if path := os.environ.get("PDKV_GPU_RECORDS"):
+        with open(path, "a") as file:
+            print(json.dumps(row), file=file)
+
+
 def machine() -> dict[str, Any]:
     """Where this runs: cores that this process may use, memory, kernel, processor, GPU with its driver's version."""
     model = "unknown"

@@ -8,9 +8,7 @@ missed.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -20,46 +18,12 @@ from typing import Any
 
 import torch
 from _bare_driver import BareDriver
+from _gpu_bench import GIB, MIB, PAGE, Bench
 
-from pdkv.kvcache import AttentionSpec, GrowableKVCache, KVCacheConfig
-from pdkv.memory import open_driver
-
-GIB, MIB = 1 << 30, 1 << 20
-PAGE = 64 << 10
 #: What must be reached: commit against torch.zeros, a growth step beyond its zeroing in ms and against the driver's own
 #: calls, a commit that changes nothing, the import.
 COMMIT_RATIO, STEP_MS, STEP_RATIO, NOTHING_US, IMPORT_MS = 1.5, 2.0, 1.15, 50.0, 150.0
 STEP_BYTES = 64 * MIB
-
-
-class Bench:
-    """One device, one shape of cache, and the rows measured so far."""
-
-    def __init__(self, gib: float, segments: int, repeats: int) -> None:
-        self.repeats = repeats
-        self.segments = segments
-        self.nbytes = int(gib * GIB)
-        self.driver = open_driver("cuda")
-        spec = AttentionSpec(num_kv_heads=8, block_size=16, head_size=128, dtype="bfloat16")
-        self.blocks = self.nbytes // segments // PAGE
-        self.config = KVCacheConfig.uniform([f"layer{index}" for index in range(segments)], spec, self.blocks)
-        self.missed: list[str] = []
-
-    def cache(self) -> GrowableKVCache:
-        """A new cache, nothing committed."""
-        return GrowableKVCache(self.config, self.driver)
-
-    def row(self, what: str, value: float, unit: str, limit: float | None = None, **more: Any) -> None:
-        """Keep one result. It must not exceed `limit`."""
-        ok = limit is None or value <= limit
-        if not ok:
-            self.missed.append(what)
-        row = {"table": "performance", "what": what, "value": round(value, 4), "unit": unit, "limit": limit, "ok": ok}
-        line = json.dumps({**row, **more})
-        print(line, flush=True)
-        if path := os.environ.get("PDKV_GPU_RECORDS"):
-            with open(path, "a") as file:
-                print(line, file=file)
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -219,21 +183,11 @@ def importing(bench: Bench) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=64.0)
-    parser.add_argument("--segments", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
-    torch.cuda.init()
-    torch.zeros(1, device="cuda")
-    bench = Bench(arguments.gib, arguments.segments, arguments.repeats)
+    bench = Bench.from_command_line(__doc__, "performance")
     print(json.dumps(bench.driver.describe()), flush=True)
     for measure in (commit_at_once, zeroing, commit_in_steps, defragment, importing):
         measure(bench)
-    bench.driver.close()
-    if bench.missed:
-        print(f"missed: {', '.join(bench.missed)}", file=sys.stderr)
-    return 1 if bench.missed else 0
+    return bench.end()
 
 
 if __name__ == "__main__":

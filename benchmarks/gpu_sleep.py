@@ -10,9 +10,6 @@ missed.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
 import sys
 import threading
@@ -21,13 +18,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from _gpu_bench import GIB, Bench
 
 from pdkv import lifecycle
-from pdkv.kvcache import AttentionSpec, GrowableKVCache, KVCacheConfig
-from pdkv.memory import open_driver
+from pdkv.kvcache import GrowableKVCache
 
-GIB, MIB = 1 << 30, 1 << 20
-PAGE = 64 << 10
 #: What must be reached, each way, for 64 GiB with registration.
 LIMIT_MS = 120.0
 
@@ -105,10 +100,10 @@ def milliseconds(work: Callable[[], Any]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def measure(cache: GrowableKVCache, connector: NixlConnector, repeats: int) -> list[dict[str, Any]]:
+def measure(bench: Bench, cache: GrowableKVCache, connector: NixlConnector) -> None:
     """Sleep and wake so many times, the next agent built in between."""
     sleeps, wakes, parts, freed = [], [], [], []
-    for _ in range(repeats):
+    for _ in range(bench.repeats):
         before = cache.driver.memory_info().free
         reports: list[Any] = []
         sleeps.append(milliseconds(lambda reports=reports: reports.append(lifecycle.sleep(cache, connector))))
@@ -117,49 +112,25 @@ def measure(cache: GrowableKVCache, connector: NixlConnector, repeats: int) -> l
         connector.wait_for_next()
         wakes.append(milliseconds(lambda reports=reports: reports.append(lifecycle.wake(cache, connector))))
         parts.append({**dict(reports[0].times_s), **dict(reports[1].times_s)})
-    middle = {name: round(statistics.median(part[name] for part in parts) * 1e3, 3) for name in parts[0]}
-    return [
-        row("sleep with registration", sleeps, LIMIT_MS, steps_ms=middle, bytes_freed=min(freed)),
-        row("wake with registration", wakes, LIMIT_MS, steps_ms=middle),
-        row("build an agent, in the background", [1e3 * seconds for seconds in connector.build_s], None),
-    ]
-
-
-def row(what: str, values: list[float], limit: float | None, **more: Any) -> dict[str, Any]:
-    value = statistics.median(values)
-    ok = limit is None or value <= limit
-    return {
-        "table": "sleep", "what": what, "value": round(value, 3), "unit": "ms", "max": round(max(values), 3),
-        "limit": limit, "ok": ok, **more,
-    }  # fmt: skip
+    steps_ms = {name: round(statistics.median(part[name] for part in parts) * 1e3, 3) for name in parts[0]}
+    shape = {"gib": bench.nbytes / GIB, "segments": bench.segments}
+    for what, values, limit, more in (
+        ("sleep with registration", sleeps, LIMIT_MS, {"steps_ms": steps_ms, "bytes_freed": min(freed)}),
+        ("wake with registration", wakes, LIMIT_MS, {"steps_ms": steps_ms}),
+        ("build an agent, in the background", [1e3 * seconds for seconds in connector.build_s], None, {}),
+    ):
+        bench.row(what, statistics.median(values), "ms", limit, max=round(max(values), 3), **more, **shape)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=64.0)
-    parser.add_argument("--segments", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
-    torch.cuda.init()
-    torch.zeros(1, device="cuda")
-    driver = open_driver("cuda")
-    spec = AttentionSpec(num_kv_heads=8, block_size=16, head_size=128, dtype="bfloat16")
-    blocks = int(arguments.gib * GIB) // arguments.segments // PAGE
-    config = KVCacheConfig.uniform([f"layer{index}" for index in range(arguments.segments)], spec, blocks)
-    with GrowableKVCache(config, driver) as cache:
-        cache.commit(blocks, defragment=True)
+    bench = Bench.from_command_line(__doc__, "sleep")
+    with bench.cache() as cache:
+        cache.commit(bench.blocks, defragment=True)
         connector = NixlConnector()
         connector.register_kv_cache(cache)
-        rows = measure(cache, connector, arguments.repeats)
+        measure(bench, cache, connector)
         connector.unregister_kv_cache()
-    driver.close()
-    for entry in rows:
-        line = json.dumps({**entry, "gib": arguments.gib, "segments": arguments.segments})
-        print(line, flush=True)
-        if path := os.environ.get("PDKV_GPU_RECORDS"):
-            with open(path, "a") as file:
-                print(line, file=file)
-    return 0 if all(entry["ok"] for entry in rows) else 1
+    return bench.end()
 
 
 if __name__ == "__main__":

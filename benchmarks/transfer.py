@@ -16,7 +16,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from _report import add_report_options, draw_bars, headline, table, write_json
+from _report import add_report_options, draw_bars, headline, keep_record, table, write_json
 from _transfer_rows import HEADINGS, Row
 
 ROOT = Path(__file__).parents[1]
@@ -82,11 +82,8 @@ def main() -> int:
         draw_bars(
             arguments.png, "GB/s", {"GB/s": {row.name: row.nbytes / row.seconds / 1e9 for row in rows if row.nbytes}}
         )
-    if records := os.environ.get("PDKV_GPU_RECORDS"):
-        import json
-
-        with open(records, "a") as file:
-            file.writelines(json.dumps({"table": "transfer", **row.as_json()}) + "\n" for row in rows)
+    for row in rows:
+        keep_record({"table": "transfer", **row.as_json()})
     return 0 if all(row.ok for row in rows) else 1
 
 
