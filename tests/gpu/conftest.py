@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,24 @@ def record(request: pytest.FixtureRequest) -> Callable[..., None]:
                 print(line, file=file)
 
     return keep
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the random Llama that the engines run."""
+    from random_llama import make_random_llama
+
+    return make_random_llama(tmp_path_factory.mktemp("llama"), "wide")
+
+
+@pytest.fixture
+def launch(llama: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Start an engine on it: ``launch(name, environment, **options)``. All are ended afterwards."""
+    from engine import EngineProcess
+
+    with ExitStack() as stack:
+
+        def start(name: str, environment: dict[str, str], **options: Any) -> EngineProcess:
+            return stack.enter_context(EngineProcess(llama, tmp_path / f"{name}.log", environment, **options))
+
+        yield start

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 from engine import EngineProcess, nixl_connector
-from random_llama import make_random_llama, vocabulary
+from random_llama import vocabulary
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -59,25 +57,14 @@ CASES = (
 )
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model folder."""
-    return make_random_llama(tmp_path_factory.mktemp("llama"), "wide")
-
-
 @pytest.fixture
-def start(llama: Path, tmp_path: Path) -> Iterator[Callable[..., EngineProcess]]:
-    """Start an engine of a case; all are ended afterwards."""
-    with ExitStack() as stack:
+def start(launch: Callable[..., EngineProcess]) -> Callable[..., EngineProcess]:
+    """Start an engine of a case."""
 
-        def launch(case: Case, name: str, environment: dict[str, str] | None = None, **options: Any) -> EngineProcess:
-            environment = {**case.environment, **(environment or {})}
-            engine = EngineProcess(
-                llama, tmp_path / f"{name}.log", environment, **{**OPTIONS, **case.options, **options}
-            )
-            return stack.enter_context(engine)
+    def of_case(case: Case, name: str, environment: dict[str, str] | None = None, **options: Any) -> EngineProcess:
+        return launch(name, {**case.environment, **(environment or {})}, **{**OPTIONS, **case.options, **options})
 
-        yield launch
+    return of_case
 
 
 def connector(role: str) -> dict[str, Any]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from engine import EngineProcess, free_port, pdkv_connector
-from random_llama import make_random_llama, vocabulary
+from random_llama import vocabulary
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -44,28 +42,15 @@ LENGTHS = (5, 15, 16, 17, 64, 130, 513, 3000)
 PROMPTS = [[_random.randrange(10, vocabulary("wide")) for _ in range(length)] for length in LENGTHS]
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model folder."""
-    return make_random_llama(tmp_path_factory.mktemp("llama"), "wide")
-
-
 @pytest.fixture
-def start(llama: Path, tmp_path: Path) -> Iterator[Callable[..., EngineProcess]]:
-    """Start an engine of a case; all are ended afterwards."""
-    with ExitStack() as stack:
+def start(launch: Callable[..., EngineProcess]) -> Callable[..., EngineProcess]:
+    """Start an engine of a case."""
 
-        def launch(case: str, name: str, environment: dict[str, str] | None = None, **options: Any) -> EngineProcess:
-            case_options, case_environment = CASES[case]
-            engine = EngineProcess(
-                llama,
-                tmp_path / f"{name}.log",
-                {**case_environment, **(environment or {})},
-                **{**OPTIONS, **case_options, **options},
-            )
-            return stack.enter_context(engine)
+    def of_case(case: str, name: str, environment: dict[str, str] | None = None, **options: Any) -> EngineProcess:
+        case_options, case_environment = CASES[case]
+        return launch(name, {**case_environment, **(environment or {})}, **{**OPTIONS, **case_options, **options})
 
-        yield launch
+    return of_case
 
 
 def connector(role: str, port: int, transport: str) -> dict[str, Any]:

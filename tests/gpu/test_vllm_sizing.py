@@ -53,11 +53,6 @@ def card() -> Iterator[Callable[[], Any]]:
     pynvml.nvmlShutdown()
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_llama(tmp_path_factory.mktemp("llama"), "wide")
-
-
 def test_without_a_utilization_the_card_is_taken_and_no_other_engine_may_do_so_too(
     llama: Path, tmp_path: Path, card: Callable[[], Any], record: Callable[..., None]
 ) -> None:

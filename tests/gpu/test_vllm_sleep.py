@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from engine import EngineProcess
-from random_llama import make_random_llama
 
 from gpu.test_vllm_pd import GRAPHS, GROWABLE, INVARIANT, MAX_TOKENS, OPTIONS, PROMPTS, V2, connector
 
@@ -25,25 +22,14 @@ ENVIRONMENT = {**INVARIANT, **V2}
 _ids = itertools.count(1000, 100)
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model folder."""
-    return make_random_llama(tmp_path_factory.mktemp("llama"), "wide")
-
-
 @pytest.fixture
-def start(llama: Path, tmp_path: Path) -> Iterator[Callable[..., EngineProcess]]:
-    """Start an engine; all are ended afterwards."""
-    with ExitStack() as stack:
+def start(launch: Callable[..., EngineProcess]) -> Callable[..., EngineProcess]:
+    """Start an engine with this file's options."""
 
-        def launch(name: str, environment: dict[str, str] | None = None, **options: Any) -> EngineProcess:
-            everything = {**OPTIONS, **CASE, **options}
-            engine = EngineProcess(
-                llama, tmp_path / f"{name}.log", {**ENVIRONMENT, **(environment or {})}, **everything
-            )
-            return stack.enter_context(engine)
+    def with_options(name: str, environment: dict[str, str] | None = None, **options: Any) -> EngineProcess:
+        return launch(name, {**ENVIRONMENT, **(environment or {})}, **{**OPTIONS, **CASE, **options})
 
-        yield launch
+    return with_options
 
 
 def pd_connector(role: str, mode: str, *, stock: bool = False) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from engine import EngineProcess, nixl_connector
-from random_llama import make_random_llama, vocabulary
+from random_llama import vocabulary
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -47,11 +47,6 @@ def _two_cards() -> None:
 
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 CUDA devices, found {torch.cuda.device_count()}")
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_llama(tmp_path_factory.mktemp("llama"), "wide")
 
 
 def connector(role: str) -> dict[str, Any]:
