@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in one go: all of `tests/gpu` and all GPU benchmarks.
+"""What needs a GPU, in one go: tests of `tests/gpu` and benchmarks; what takes long or two cards by `--only`.
 
     python benchmarks/gpu_all.py [--json PATH] [--only driver,commit] [--list] [--logs FOLDER] [--deadline SECONDS]
 
@@ -53,28 +53,24 @@ class Outcome:
     records: list[dict[str, Any]] = field(default_factory=list)
 
 
-def tests(name: str, file: str, deadline_s: float, *options: str) -> Step:
-    """A step that runs one file of `tests/gpu`."""
+def tests(name: str, files: str, deadline_s: float, *options: str) -> Step:
+    """A step that runs files of `tests/gpu`, separated by spaces."""
     # Without the project's addopts: --strict-config refuses settings of plugins that a GPU machine may not have.
     flags = ("-o", "addopts=", "-q", "-rfEs", "-p", "no:cacheprovider")
-    command = ("-m", "pytest", *flags, f"tests/gpu/{file}", *options)
+    command = ("-m", "pytest", *flags, *(f"tests/gpu/{file}" for file in files.split()), *options)
     return Step(name, command, deadline_s)
 
 
+#: Under eight minutes together (473 s on one H200, 2026-11-29, before `grow-live` and with `caches` in four steps).
 STEPS = (
     tests("driver", "test_gpu_driver.py", 60),
     tests("invariants", "test_gpu_invariants.py", 120),
-    tests("graphs", "test_gpu_graphs.py", 60),
-    tests("preserve", "test_gpu_preserve.py", 90),
-    tests("grow-live", "test_gpu_grow_live.py", 60),
-    tests("allocator", "test_gpu_torch_allocator.py", 60),
+    # In one process: each takes less time than pytest and torch to start.
+    tests("caches", "test_gpu_graphs.py test_gpu_preserve.py test_gpu_grow_live.py test_gpu_torch_allocator.py", 200),
     tests("given-back", "test_gpu_given_back.py", 90),
     tests("registration", "test_gpu_registration.py", 200, "-k", "not stale"),
     tests("stale", "test_gpu_registration.py", 120, "-k", "stale"),
-    tests("ipc", "test_ipc_cuda.py", 240),
     Step("commit", ("benchmarks/gpu_commit.py",), 90),
-    Step("transfer", ("benchmarks/transfer.py", "--only", "cuda"), 150),
-    Step("sleep", ("benchmarks/gpu_sleep.py",), 90),
     tests("vllm-seams", "../integration/test_vllm_seams.py", 90),
     # Six at a time: engines spend most of their start importing. The last needs the card for itself.
     tests("vllm-pd", "test_vllm_pd.py", 240, "-k", "not leaves_free", "-n", "6"),
@@ -84,6 +80,9 @@ STEPS = (
 #: `vllm-tp2` needs two cards. NIXL's wheel moves this memory by software emulation. `vllm-sleep` counts the card's free
 #: memory, so that nothing else may run beside it.
 ON_REQUEST = (
+    tests("ipc", "test_ipc_cuda.py", 240),
+    Step("transfer", ("benchmarks/transfer.py", "--only", "cuda"), 150),
+    Step("sleep", ("benchmarks/gpu_sleep.py",), 90),
     tests("vllm-sizing", "test_vllm_sizing.py", 420),
     tests("nixl", "test_gpu_transport.py", 300),
     tests("vllm-pdkv", "test_vllm_pdkv.py", 420),
