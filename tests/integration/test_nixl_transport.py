@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from transport_bench import between_processes
 
 import pdkv
 from pdkv.errors import TransportError
@@ -37,17 +38,8 @@ OVER_TCP = (
 )
 P, D = EngineRef("P", 1), EngineRef("D", 1)
 
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[TransportBench]:
-    with TransportBench(FACTORY, processes=2, environment=QUIET) as bench:
-        yield bench
-
-
-@pytest.fixture(scope="module")
-def tcp_bench() -> Iterator[TransportBench]:
-    with TransportBench(FACTORY, processes=2, environment={**QUIET, "UCX_TLS": "tcp"}) as bench:
-        yield bench
+bench = between_processes(FACTORY, QUIET)
+tcp_bench = between_processes(FACTORY, {**QUIET, "UCX_TLS": "tcp"})
 
 
 @pytest.mark.parametrize("rule", TRANSPORT_CHECKS)

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from transport_bench import between_processes
 
 import pdkv
 from pdkv.errors import ProtocolError, TransportError
@@ -37,17 +38,8 @@ QUIET = {"UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_LOG_LEVEL": "fatal"}
 OVER_TCP = ("moves_exactly_the_named_blocks", "unregister_is_a_fence", "close_ends_everything")
 P, D = EngineRef("P", 1), EngineRef("D", 1)
 
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[TransportBench]:
-    with TransportBench(FACTORY, processes=2, environment=QUIET) as bench:
-        yield bench
-
-
-@pytest.fixture(scope="module")
-def tcp_bench() -> Iterator[TransportBench]:
-    with TransportBench(FACTORY, processes=2, environment={**QUIET, "UCX_TLS": "tcp"}) as bench:
-        yield bench
+bench = between_processes(FACTORY, QUIET)
+tcp_bench = between_processes(FACTORY, {**QUIET, "UCX_TLS": "tcp"})
 
 
 @pytest.mark.parametrize("rule", TRANSPORT_CHECKS)
