@@ -25,17 +25,21 @@ class Loop:
         self._alarm.setblocking(False)
         self._tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._stopping = False
+        self._over = False
+        self._over_lock = threading.Lock()  # no alarm is sent while the thread closes what it is sent on
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._run_tasks)
         self._thread = threading.Thread(target=self._run, name="pdkv-ipc", daemon=True)
         self._thread.start()
 
     def add(self, connection: socket.socket, on_readable: Callable[[], None]) -> None:
-        """Call `on_readable` in the loop's thread whenever there is something to read."""
-        self._soon(lambda: self._register(connection, on_readable))
+        """Call `on_readable` in the loop's thread whenever there is something to read; a loop that is over closes it."""
+        if not self._soon(lambda: self._register(connection, on_readable)):
+            connection.close()
 
     def close(self, connection: socket.socket) -> None:
-        """Forget a socket and close it, from the loop's thread."""
-        self._soon(lambda: self._unregister(connection))
+        """Forget a socket and close it, from the loop's thread while there is one."""
+        if not self._soon(lambda: self._unregister(connection)):
+            connection.close()
 
     def stop(self) -> None:
         """End the thread. Idempotent."""
@@ -46,22 +50,23 @@ class Loop:
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_TIMEOUT_S)
 
-    def _soon(self, task: Callable[[], None]) -> None:
-        self._tasks.put(task)
-        try:
-            self._alarm.send(b"!")
-        except BlockingIOError:
-            return  # so many alarms are unread that this one is not needed
+    def _soon(self, task: Callable[[], None]) -> bool:
+        """Whether the thread will run it: it does not where it has ended."""
+        with self._over_lock:
+            if self._over:
+                return False
+            self._tasks.put(task)
+            with suppress(BlockingIOError):  # so many alarms are unread that this one is not needed
+                self._alarm.send(b"!")
+            return True
 
     def _run(self) -> None:
         while not self._stopping:
             for key, _ in self._selector.select():
-                try:
-                    key.data()
-                except Exception:
-                    logger.exception("The ipc thread failed at a peer's message; it goes on with others.")
-                    if key.fileobj is not self._wakeup:
-                        self._unregister(key.fileobj)  # type: ignore[arg-type]
+                if not self._survives(key.data):
+                    self._unregister(key.fileobj)  # type: ignore[arg-type]
+        with self._over_lock:
+            self._over = True
         self._run_tasks()
         for key in list(self._selector.get_map().values()):
             self._unregister(key.fileobj)  # type: ignore[arg-type]
@@ -76,7 +81,15 @@ class Loop:
                 task = self._tasks.get_nowait()
             except Empty:
                 return
-            task()
+            self._survives(task)
+
+    def _survives(self, work: Callable[[], None]) -> bool:
+        try:
+            work()
+        except Exception:
+            logger.exception("The ipc thread failed at a peer's message; it goes on with others.")
+            return False
+        return True
 
     def _register(self, connection: socket.socket, on_readable: Callable[[], None]) -> None:
         if connection.fileno() >= 0:

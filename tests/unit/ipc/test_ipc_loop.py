@@ -1,0 +1,61 @@
+"""The thread of an ipc transport: nothing that is asked of it is lost, nor harmful, while it ends."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+from pdkv_connectors.ipc.loop import Loop
+
+pytestmark = pytest.mark.cpu
+
+
+def test_a_socket_that_is_handed_to_a_loop_that_is_over_is_closed() -> None:
+    loop = Loop()
+    loop.stop()
+    kept, given = socket.socketpair()
+    to_close, _peer = socket.socketpair()
+
+    loop.add(given, lambda: None)
+    loop.close(to_close)
+
+    assert (given.fileno(), to_close.fileno()) == (-1, -1)
+    assert kept.recv(1) == b"", "the peer sees the end"
+
+
+def test_a_loop_that_is_stopped_while_others_use_it_raises_nothing_and_leaves_no_socket_open() -> None:
+    for _ in range(200):
+        loop = Loop()
+        sockets = [socket.socket() for _ in range(8)]
+        errors: list[BaseException] = []
+
+        def use(mine: list[socket.socket], loop: Loop = loop, errors: list[BaseException] = errors) -> None:
+            try:
+                for one in mine:
+                    loop.add(one, lambda: None)
+                    loop.close(one)
+            except BaseException as error:
+                errors.append(error)
+
+        users = [threading.Thread(target=use, args=(sockets[i::2],)) for i in range(2)]
+        for user in users:
+            user.start()
+        loop.stop()
+        for user in users:
+            user.join()
+        assert not errors
+        assert [one.fileno() for one in sockets] == [-1] * 8
+
+
+def test_work_that_fails_does_not_hold_up_what_was_asked_for_after_it(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop()
+    ours, theirs = socket.socketpair()
+    heard = threading.Event()
+    loop._soon(lambda: 1 / 0)  # type: ignore[arg-type,func-returns-value]
+    loop.add(ours, heard.set)
+    theirs.send(b"!")
+
+    assert heard.wait(10)
+    loop.stop()
+    assert "ZeroDivisionError" in caplog.text
