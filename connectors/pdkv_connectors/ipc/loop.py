@@ -32,7 +32,7 @@ class Loop:
         self._thread.start()
 
     def add(self, connection: socket.socket, on_readable: Callable[[], None]) -> None:
-        """Call `on_readable` in the loop's thread whenever there is something to read; a loop that is over closes it."""
+        """Call `on_readable` in the loop's thread when there is something to read; a loop that is over closes it."""
         if not self._soon(lambda: self._register(connection, on_readable)):
             connection.close()
 

@@ -6,6 +6,7 @@ import socket
 import threading
 
 import pytest
+
 from pdkv_connectors.ipc.loop import Loop
 
 pytestmark = pytest.mark.cpu
