@@ -204,12 +204,18 @@ class Consumer(ConsumerLoading):
             self._fail(request, code, "the READ failed" if posted else "the transport did not take the READ")
         self._work_off()
 
-    def peer_lost(self, engine_id: str, code: FailCode, reason: str) -> None:
-        """Nothing can be had from this engine: all requests that wait for it fail now, each by the policy."""
-        self._handshakes.pop(engine_id, None)
+    def peer_lost(self, engine_id: str, code: FailCode, reason: str, *, generation: int | None = None) -> None:
+        """Nothing can be had from this engine: all requests that wait for it fail now, each by the policy.
+
+        With a `generation`: those that wait for what it was in that one, or before.
+        """
         self._peers.forget(engine_id)
         for request in self._of_engine(engine_id):
-            self._fail(request, code, reason)
+            if generation is None or request.reference.engine.generation <= generation:
+                self._fail(request, code, reason)
+        waits = self._handshakes.get(engine_id)
+        if waits is not None and (generation is None or waits[0].generation <= generation):
+            del self._handshakes[engine_id]
 
     def agent_rebuilt(self, generation: int, descriptor: Descriptor) -> None:
         """The old agent is destroyed and a new one registered, as `generation`: nothing old is written any more."""
@@ -265,10 +271,13 @@ class Consumer(ConsumerLoading):
         if known is not None and known.ref.generation > message.meant.generation:
             self.counters.count("late_refusals")  # of memory that has been replaced since
             return
+        # One that went to sleep may be awake again by the time its word is read, and requests name what it is now.
+        generation: int | None = message.meant.generation
         if message.code is FailCode.WRONG_ENGINE:
+            generation = None
             for key in self._outbox.forget_engine(message.meant.engine_id):
                 self._settle(key)
-        self.peer_lost(message.meant.engine_id, message.code, message.reason)
+        self.peer_lost(message.meant.engine_id, message.code, message.reason, generation=generation)
 
     def _renewed(self, message: Renewed) -> None:
         request = self._by_key.get(message.key)
@@ -326,14 +335,6 @@ class Consumer(ConsumerLoading):
         reading = {(self._alive[key.transfer_id][1], key.request_id) for key in self._reads}
         for request in [request for request in self._owed if request not in reading]:
             self._ack(self._owed.pop(request))
-
-    def _of_engine(self, engine_id: str) -> list[Request]:
-        """Requests that still wait for KV from this engine."""
-        return [
-            request
-            for request in self._requests.values()
-            if request.reference.engine.engine_id == engine_id and request.phase is not Phase.LOADED
-        ]
 
     def _first_use(self, reference: Reference) -> bool:
         used = (reference.engine.engine_id, reference.request_id)

@@ -100,6 +100,14 @@ class ConsumerBooks(Endpoint):
         if self._peers.get(engine) is None and engine.engine_id not in self._handshakes:
             self._handshakes[engine.engine_id] = (engine, self._clock.monotonic())
 
+    def _of_engine(self, engine_id: str) -> list[Request]:
+        """Requests that still wait for KV from this engine."""
+        return [
+            request
+            for request in self._requests.values()
+            if request.reference.engine.engine_id == engine_id and request.phase is not Phase.LOADED
+        ]
+
     def _work_off(self) -> None:
         """Send the handshakes and renewals that are due."""
         now = self._clock.monotonic()

@@ -13,12 +13,15 @@ from pathlib import Path
 import pytest
 
 from pdkv.testing.faults.__main__ import main
-from pdkv.testing.faults.processes import OVER_TCP, SCENARIOS, Deployment, Totals, run_scenario
+from pdkv.testing.faults.processes import OVER_TCP, SCENARIOS, SLEEP_SCENARIOS, Deployment, Totals, run_scenario
 from pdkv.testing.faults.processes.toy import LAYERS, SPEC, ToyCache, page, true_token
 
 pytest.importorskip("nixl", reason="NIXL is not installed; make test installs it")
 
 pytestmark = pytest.mark.nixl
+
+#: The others are those of test_faults_sleep.py.
+AWAKE = [name for name in SCENARIOS if name not in SLEEP_SCENARIOS]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +36,7 @@ def push(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
         yield deployment
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", AWAKE)
 def test_survivors_of_a_pull_serve_the_next_peer_and_nothing_is_lost(pull: Deployment, name: str) -> None:
     run_scenario(name, pull)
     assert pull.totals.is_good
@@ -41,7 +44,7 @@ def test_survivors_of_a_pull_serve_the_next_peer_and_nothing_is_lost(pull: Deplo
 
 # The others differ from pull by nothing that processes could show; the program runs all of them in both directions.
 @pytest.mark.quiet
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if "transfer" in name or "side_channel_loses" in name])
+@pytest.mark.parametrize("name", [name for name in AWAKE if "transfer" in name or "side_channel_loses" in name])
 def test_survivors_of_a_push_serve_the_next_peer_and_nothing_is_lost(push: Deployment, name: str) -> None:
     run_scenario(name, push)
     assert push.totals.is_good

@@ -108,6 +108,23 @@ def test_a_request_for_a_prefill_that_is_asleep_fails_at_once(mode: str) -> None
 
 
 @MODES
+def test_the_late_word_of_a_prefill_that_slept_ends_no_request_that_names_what_it_is_now(mode: str) -> None:
+    """Decode was stopped meanwhile, and finds the word and the new request at once."""
+    pair = Pair(mode)
+    pair.loading()
+    pair.transfer_ended()
+    pair.prefill.sleep()
+    pair.prefill.wake(2, descriptor())
+    reference = pair.prefilled("s", (4, 5, 6))
+    pair.decode.arrived("e", reference, 40)
+    pair.decode.allocated("e", (BlockRun(0, (21, 22, 23)),))
+    pair.deliver()
+    pair.transfer_ended()
+    assert not pair.seen(Failed)
+    assert pair.seen(Loaded)[-1].request_id == "e"
+
+
+@MODES
 def test_prefill_does_not_sleep_while_blocks_are_held_and_says_for_whom(mode: str) -> None:
     pair = Pair(mode)
     pair.loading()

@@ -105,9 +105,13 @@ class Deployment:
 
     def kill(self, side: str) -> None:
         """SIGKILL. What it knew is gone; the requests that D had, if it was D, are nobody's any more."""
+        self._engine(side).process.kill()
+        self.was_killed(side)
+
+    def was_killed(self, side: str) -> None:
+        """Another process has killed it."""
         self.totals.faults[f"kill_{side}"] += 1
         child = self._engines.pop(side)
-        child.process.kill()
         child.process.wait(PATIENCE_S)
         self._stopped.discard(side)
         child.close()
@@ -116,14 +120,22 @@ class Deployment:
 
     def stop(self, side: str) -> None:
         """SIGSTOP."""
-        self.totals.faults[f"stop_{side}"] += 1
         os.kill(self._engine(side).process.pid, signal.SIGSTOP)
+        self.was_stopped(side)
+
+    def was_stopped(self, side: str) -> None:
+        """Another process has stopped it."""
+        self.totals.faults[f"stop_{side}"] += 1
         self._stopped.add(side)
 
     def resume(self, side: str) -> None:
         """SIGCONT."""
         os.kill(self._engines[side].process.pid, signal.SIGCONT)
         self._stopped.discard(side)
+
+    def is_stopped(self, side: str) -> bool:
+        """Whether it was stopped and has not gone on."""
+        return side in self._stopped
 
     # Requests.
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pdkv import lifecycle
+from pdkv.errors import StateError
 from pdkv.registry import find_transport
 from pdkv.testing.faults.memory import SimMemory
+from pdkv.testing.faults.processes.asleep import EngineConnector, Strike, lend, put_to_sleep
 from pdkv.testing.faults.processes.toy import BLOCK_TOKENS, NUM_BLOCKS, ToyCache, num_blocks_of
 from pdkv.transfer.actions import Failed, FreeBlocks, Loaded, Recompute
 from pdkv.transfer.blocks import BlockRun
@@ -63,6 +66,7 @@ class EngineProcess:
         self._session = Session(host, self._channel, role=role, settings=settings_for(mode))
         self._requests: dict[str, _Live] = {}
         self._results: dict[str, list[Any]] = {}
+        self._connector = EngineConnector(self._session, lambda: tuple(self._requests), self._drop_decoding)
 
     # Commands.
 
@@ -71,6 +75,7 @@ class EngineProcess:
 
     def do_prefill(self, request_id: str, prompt: str, num_tokens: int) -> dict[str, Any]:
         """Compute a prompt; the reference to hand to D."""
+        self._require_running()
         blocks = self._memory.allocate(num_blocks_of(num_tokens), request_id)
         if blocks is None:
             raise MemoryError("the pool of P is empty")
@@ -80,6 +85,7 @@ class EngineProcess:
 
     def do_arrive(self, request_id: str, reference: dict[str, Any], prompt: str, num_tokens: int, held: bool) -> None:
         """A request reaches D; where it is `held` it has no blocks until :meth:`do_allocate`."""
+        self._require_running()
         self._requests[request_id] = _Live(prompt, num_tokens, held=held)
         self._session.arrived(request_id, Reference.from_params(reference), num_tokens)
 
@@ -100,7 +106,37 @@ class EngineProcess:
     def do_state(self) -> dict[str, Any]:
         return {"leaked": self._memory.num_leaked, "unfinished": len(self._requests), **self._session.metrics()}
 
+    def do_sleep(self, mode: lifecycle.SleepMode, deadline_s: float, strike: list[Any] | None = None) -> dict[str, Any]:
+        """Give the memory back. The engine steps while it waits, so that its requests come to their end."""
+        self._connector.strike = Strike(*strike) if strike else None
+        return put_to_sleep(self._toy.cache, self._connector, self.idle, mode, deadline_s)
+
+    def do_wake(self, strike: list[Any] | None = None) -> int:
+        """Take memory again; the generation."""
+        self._connector.strike = Strike(*strike) if strike else None
+        return lifecycle.wake(self._toy.cache, self._connector).generation
+
+    def do_lend(self, strike: list[Any] | None = None) -> dict[str, Any]:
+        """Lend the memory to a weight update and take it back."""
+        self._connector.strike = Strike(*strike) if strike else None
+        return lend(self._toy.cache, self._connector)
+
+    def do_lifecycle(self) -> str:
+        """The state of the cache."""
+        return str(lifecycle.state(self._toy.cache))
+
     # The engine.
+
+    def _require_running(self) -> None:
+        if (state := lifecycle.state(self._toy.cache)) is not lifecycle.State.RUNNING:
+            raise StateError(f"the engine is {state}, so it takes no request; wake it first.")
+
+    def _drop_decoding(self) -> None:
+        """End the requests that have their KV; the session ends the others."""
+        for request_id, live in list(self._requests.items()):
+            if live.steps_left is not None:
+                self._results[request_id] = ["failed", "dropped"]
+                self._over(request_id, live)
 
     def idle(self) -> None:
         """One step."""
@@ -138,6 +174,9 @@ class EngineProcess:
     def _complete(self, request_id: str, live: _Live) -> None:
         token = self._toy.token(live.blocks, 1)
         self._results[request_id] = ["completed", self._results[request_id][1], token]
+        self._over(request_id, live)
+
+    def _over(self, request_id: str, live: _Live) -> None:
         del self._requests[request_id]
         self._session.finished(request_id)
         self._free(tuple(live.blocks), request_id)
@@ -145,4 +184,5 @@ class EngineProcess:
     def _free(self, blocks: tuple[int, ...], request_id: str) -> None:
         """Back to the pool, which refuses what does not belong to the request."""
         self._memory.free(blocks, request_id)
-        self._toy.poison(blocks)
+        if not self._toy.cache.is_released:
+            self._toy.poison(blocks)

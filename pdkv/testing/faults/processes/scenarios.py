@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from pdkv.testing.faults.processes.deployment import Deployment
 from pdkv.testing.faults.processes.proxy import Weather
+from pdkv.testing.faults.processes.sleep_scenarios import SLEEP_SCENARIOS
 
 SCENARIOS: dict[str, Callable[[Deployment], None]] = {}
 """All by name. Each leaves a deployment with which the next one can begin."""
@@ -134,3 +135,6 @@ def decode_is_stopped_until_its_lease_is_over(deployment: Deployment) -> None:
     deployment.resume("D")
     deployment.d.ask("allocate", request_id=asked.request_id)
     deployment.finish("failed")
+
+
+SCENARIOS.update(SLEEP_SCENARIOS)
