@@ -21,7 +21,8 @@ def test_small_pools_misfits_and_dead_peers(model: Path, tmp_path: Path) -> None
     with running_pair(model, tmp_path, "Pull", holding, kv_cache_memory_bytes=24 * KV_BYTES_PER_BLOCK) as pair:
         requests_without_room_wait_and_release_prefill_when_their_client_leaves(pair)
         preempted_requests_read_their_kv_again_while_its_lease_is_held(pair)
-        a_misfit_recomputes_its_requests_and_disturbs_nobody(pair, model, tmp_path)
+        for other in ({"block_size": 64}, {"dtype": "bfloat16"}):
+            a_misfit_recomputes_its_requests_and_disturbs_nobody(pair, model, tmp_path, other)
         a_dead_decode_leaves_its_leases_to_run_out(pair, model, tmp_path)
         a_dead_prefill_fails_its_requests_and_no_others(pair)
 
@@ -50,9 +51,11 @@ def preempted_requests_read_their_kv_again_while_its_lease_is_held(pair: Pair) -
     assert {outcome["reason"] for outcome in found} == {"length"}
 
 
-def a_misfit_recomputes_its_requests_and_disturbs_nobody(pair: Pair, model: Path, folder: Path) -> None:
+def a_misfit_recomputes_its_requests_and_disturbs_nobody(
+    pair: Pair, model: Path, folder: Path, option: dict[str, Any]
+) -> None:
     config = nixl_connector("kv_consumer", kv_connector_extra_config=TIMES, kv_load_failure_policy="recompute")
-    with EngineProcess(model, folder / "misfit.log", **{**GROWABLE, "block_size": 64}, **config) as misfit:
+    with EngineProcess(model, folder / "misfit.log", **{**GROWABLE, **option}, **config) as misfit:
         misfit.wait_ready()
         other = Pair(pair.prefill, misfit, "Pull")
         prompt, fitting = pair.prompt(2 * BLOCK), pair.prompt(2 * BLOCK)
