@@ -6,6 +6,7 @@ import itertools
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,48 @@ def test_decode_with_a_load_under_way_refuses_to_sleep_until_it_has_ended(
     wait_for(decode, "held", [])
     assert decode.ask("sleep") is None
     assert decode.ask("wake") is None
+    assert run_pd(engines) == reference
+
+
+def test_leases_are_ended_for_a_sleep_that_says_so_and_what_was_leased_is_refused_afterwards(
+    engines: Engines, reference: list[list[int]]
+) -> None:
+    prefill, decode = engines
+    first_id = next(_ids)
+    prompt = [[3000 + place for place in range(70)]]
+    old = prefill_only(prefill, prompt, first_id)
+    assert "LeasesHeldError" in prefill.ask("sleep")
+    assert prefill.ask("sleep", mode="abort_transfers") is None
+    assert prefill.ask("sleeping")["physical_bytes"] == 0
+    assert prefill.ask("wake") is None
+    assert decode.generate(prompt, MAX_TOKENS, old, first_id)[0]["finish"] == "error"
+    assert run_pd(engines) == reference
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["prefill sleeps", "decode sleeps"])
+def test_a_transfer_is_ended_for_a_sleep_that_says_so_and_the_peer_is_told_and_waited_for(
+    engines: Engines, reference: list[list[int]], request: pytest.FixtureRequest, which: int
+) -> None:
+    """A transfer that the peer has posted is seen to end only when the sleep has begun."""
+    prefill, decode = engines
+    sleeper, peer = engines[which], engines[1 - which]
+    writer = decode if "Pull" in request.node.name else prefill
+    first_id = next(_ids)
+    prompt = [[3500 + 100 * which + place for place in range(70)]]
+    transfer = prefill_only(prefill, prompt, first_id)
+    if writer is peer:
+        peer.ask("hold_transfers", held=True)
+    decode.ask("submit", request_id=str(first_id), prompt=prompt[0], max_tokens=2, transfer=transfer[0])
+    with ThreadPoolExecutor(1) as pool:
+        slept = pool.submit(sleeper.ask, "sleep", mode="abort_transfers")
+        if writer is peer:
+            peer.ask("hold_transfers", held=False)
+        assert slept.result(60) is None
+    assert sleeper.ask("sleeping")["physical_bytes"] == 0
+    assert sleeper.ask("wake") is None
+    decode.ask("abort", request_id=str(first_id))  # or `LLM` would wait for a request that the sleep has ended
+    wait_for(prefill, "held", [])
+    wait_for(decode, "held", [])
     assert run_pd(engines) == reference
 
 

@@ -121,10 +121,29 @@ def test_a_weight_update_over_http_keeps_the_engine_serving(server: Server, expe
 def test_a_held_lease_answers_409_at_once_with_the_holders(server: Server, expected: list[int]) -> None:
     assert server.complete(for_decode=True, shift=1)[0] == 200
     began = time.monotonic()
-    for path in ("/sleep", "/sleep?mode=wait"):
-        status, answer = server.call(path)
-        assert (status, answer["error"]["type"], len(answer["error"]["holders"])) == (409, "leases_held", 1)
+    status, answer = server.call("/sleep")
+    assert (status, answer["error"]["type"], len(answer["error"]["holders"])) == (409, "leases_held", 1)
     assert time.monotonic() - began < LEASE_S / 2
+    require_serving(server, expected)
+
+
+def test_mode_wait_waits_for_leases_too_and_answers_409_with_the_holders_at_its_deadline(
+    server: Server, expected: list[int]
+) -> None:
+    assert server.complete(for_decode=True, shift=3)[0] == 200
+    status, answer = server.call("/sleep?mode=wait")
+    assert (status, answer["error"]["type"]) == (409, "leases_held")
+    assert answer["error"]["holders"]
+    require_serving(server, expected)
+
+
+def test_mode_abort_ends_leases_that_nobody_has_asked_for_and_sleeps(server: Server, expected: list[int]) -> None:
+    assert server.complete(for_decode=True, shift=4)[0] == 200
+    assert server.call("/sleep")[0] == 409
+    assert server.call("/sleep?mode=abort") == (200, {"status": "sleeping", "level": 1})
+    assert server.is_sleeping()
+    assert server.worker()["bytes_committed"] == 0
+    assert server.call("/wake_up")[0] == 200
     require_serving(server, expected)
 
 

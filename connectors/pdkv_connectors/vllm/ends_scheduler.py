@@ -163,10 +163,10 @@ class EndsScheduler:
         params[KEY] = msgspec.to_builtins(RemoteKV.of(references, self._ranks))
         return held, params
 
-    def give_up_finished(self, request_id: str) -> None:
-        """P: whoever asked for this prompt has left before it heard that it was finished. Idempotent."""
+    def give_up_finished(self, request_id: str, reason: str) -> None:
+        """P: nobody is to have the KV of this finished prompt any more; a D that has asked is told. Idempotent."""
         if (name := self._held.pop(request_id, None)) is not None:
-            self._events.aborted[name] = "the client had left when the prompt was finished"
+            self._events.aborted[name] = reason
 
     # Blocks, by their index in the prompt.
 

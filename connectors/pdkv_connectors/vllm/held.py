@@ -1,4 +1,7 @@
-"""A refusal to sleep with those who hold blocks, as the text of an exception: all that vLLM carries over processes."""
+"""A refusal to sleep with those who hold blocks, as the text of an exception: all that vLLM carries over processes.
+
+And the mode of sleep in which nothing is held any more.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ import re
 from collections.abc import Sequence
 
 _MARK = "pdkv-holders:"
+
+#: Beside vLLM's own modes of sleep, "abort", "wait" and "keep": see :meth:`sleep_engine.SleepGate.sleep`.
+ABORT_TRANSFERS = "abort_transfers"
 
 
 def with_holders(reason: str, holders: Sequence[str]) -> str:

@@ -127,16 +127,16 @@ def _free_finished(stock: Callable[..., Any], core: Any, request_ids: list[str])
         for request_id in request_ids if give_up is not None else ():
             request = core.scheduler.requests.get(request_id)
             if request is not None and request.is_finished():
-                give_up(request_id)
+                give_up(request_id, "the client had left when the prompt was finished")
     return stock(core, request_ids)
 
 
-def _gated_sleep(stock: Callable[..., Any], core: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+def _gated_sleep(stock: Callable[..., Any], core: Any, level: int = 1, mode: str = "abort") -> Any:
     if level < 1 or not is_growable(core.vllm_config):
-        return stock(core, level, *args, **kwargs)
+        return stock(core, level, mode)
     from pdkv_connectors.vllm.sleep_engine import gate_of
 
-    return gate_of(core).sleep(stock, level, *args, **kwargs)
+    return gate_of(core).sleep(stock, level, mode)
 
 
 def _gated_wake(stock: Callable[..., Any], core: Any, tags: list[str] | None = None) -> Any:

@@ -178,10 +178,10 @@ class SessionScheduler:
         self._offered[name] = request_id
         return True, {"do_remote_prefill": True, "do_remote_decode": False, KEY: reference.to_params()}
 
-    def give_up_finished(self, request_id: str) -> None:
-        """P: whoever asked for this prompt has left before it heard that it was finished. Idempotent."""
+    def give_up_finished(self, request_id: str, reason: str) -> None:
+        """P: nobody is to have the KV of this finished prompt any more; a D that has asked is told. Idempotent."""
         for name in [name for name, offered in self._offered.items() if offered == request_id]:
-            self._require_session().prefill_aborted(name, "the client had left when the prompt was finished")
+            self._require_session().prefill_aborted(name, reason)
 
     def _run(self, block_ids: Sequence[int], first: int, num_tokens: int) -> BlockRun:
         """The prompt's blocks from index `first` on; what an engine has beyond the prompt is its own."""

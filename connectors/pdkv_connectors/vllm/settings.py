@@ -12,7 +12,7 @@ The launcher sets these variables; a plain vLLM start may set them too. All are 
 ``PDKV_GRANULE``             bytes per granule of the host driver (default: 2 MiB)
 ``PDKV_STATUS_DIR``          folder for the status files (default: none are written)
 ``PDKV_SLEEP``               1 lets an engine on a CPU sleep (on CUDA vLLM's ``--enable-sleep-mode`` does)
-``PDKV_SLEEP_TIMEOUT``       seconds that a sleep with ``mode=wait`` waits for requests to end (default: 30)
+``PDKV_SLEEP_TIMEOUT``       seconds that a sleep waits for requests, leases and transfers, if it does (default: 30)
 ``PDKV_PROBE``               0 skips the bandwidth probe at start-up on CUDA (default: 1)
 ``PDKV_ADMISSION_REQUESTS``  decode: requests that may wait for KV from prefill (default: ``max_num_seqs``)
 ``PDKV_ADMISSION_BLOCKS``    decode: blocks that their prompts may have together (default: all)

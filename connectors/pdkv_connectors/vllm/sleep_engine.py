@@ -5,7 +5,10 @@ fail either: it waits in `_idle_state_callbacks`, fires when the lease has ended
 and woken the engine, and the next request then kills the worker. So here:
 
 - sleep is refused, at once, while requests hold blocks or an earlier sleep still waits;
-- a sleep that waits (``mode=wait``) has a deadline, and is given up when somebody wakes the engine;
+- a sleep that waits (``mode=wait``) waits for leases and transfers too; it has a deadline, and is given up when
+  somebody wakes the engine;
+- on request leases and transfers are ended first: peers are told, and the sleep waits for their word, or for the end of
+  what may still be written or read;
 - the handshake is withdrawn before the workers let go of memory, and published again when they have it back.
 
 All of it runs in the thread of the engine core, between two steps.
@@ -20,16 +23,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.request import RequestStatus
 
 from pdkv.errors import LeasesHeldError, StateError
-from pdkv_connectors.vllm.held import with_holders
+from pdkv_connectors.vllm.held import ABORT_TRANSFERS, with_holders
 from pdkv_connectors.vllm.settings import EngineSettings, sleeps
 from pdkv_connectors.vllm.status import write_status
 
 logger = init_logger(f"vllm.{__name__}")
 
 _GATE = "_pdkv_sleep_gate"
+_STEP_PAUSE_S = 0.001
 _LOADS_WEIGHTS = ("reload_weights", "start_weight_update", "start_draft_weight_update")
 _ENDS_WEIGHTS = ("reload_weights", "update_weights", "finish_weight_update")
 
@@ -82,13 +87,8 @@ class SleepGate:
             held.update(more())
         return tuple(sorted(held))
 
-    def require_free(self) -> None:
-        """Raise unless the engine can sleep now.
-
-        Raises:
-            LeasesHeldError: requests hold blocks.
-            StateError: the engine was not started for it, its cache is fixed, or an earlier sleep still waits.
-        """
+    def require_able(self) -> None:
+        """Raise StateError where it was not started to sleep, its cache is fixed, or an earlier sleep still waits."""
         if not sleeps(self._core.vllm_config):
             raise StateError(
                 "this engine was not started to sleep: set PDKV_SLEEP=1 (--enable-sleep of pdkv.launch) on a CPU, or "
@@ -99,7 +99,6 @@ class SleepGate:
         if self._pending is not None or getattr(self._core, "_idle_state_callbacks", []):
             self._counts["refused"] += 1
             raise StateError("the engine waits already to sleep or to pause; wait for that, or wake it to give it up.")
-        self._require_no_holders()
 
     def _require_no_holders(self) -> None:
         if held := self.holders():
@@ -113,11 +112,28 @@ class SleepGate:
                 holders=held,
             )
 
-    def sleep(self, stock: Callable[..., Any], level: int, *args: Any, **kwargs: Any) -> Any:
-        """Stock sleep, with the gate before it and the engine running on where it fails."""
-        self.require_free()
+    def sleep(self, stock: Callable[..., Any], level: int, mode: str) -> Any:
+        """Stock sleep, with the gate before it and the engine running on where it fails.
+
+        Args:
+            mode: what becomes of requests. "abort" and "keep", vLLM's: those that run are aborted or kept, and while a
+                peer may read or write blocks sleep is refused. "wait", vLLM's: both are waited for. "abort_transfers":
+                both are ended; what a peer may still touch is waited for.
+
+        Raises:
+            LeasesHeldError: requests hold blocks, or still do when "wait" or "abort_transfers" has waited its time.
+            StateError: as :meth:`require_able`.
+        """
+        self.require_able()
+        if mode == ABORT_TRANSFERS:
+            mode = "abort"
+            self._end_leases()
+            if not isinstance(self._core, EngineCoreProc):
+                self._step_until_free()
+        elif mode != "wait":
+            self._require_no_holders()
         try:
-            result = stock(self._core, level, *args, **kwargs)
+            result = stock(self._core, level, mode)
         except BaseException:
             self._run_on()
             raise
@@ -126,6 +142,25 @@ class SleepGate:
             self._pending = _Pending(result, callback, time.monotonic() + self._settings.sleep_timeout_s)
             result.add_done_callback(self._ended)
         return result
+
+    def _end_leases(self) -> None:
+        """Finished prompts are given to nobody any more. Aborting the others ends theirs."""
+        give_up = getattr(self._scheduler, "give_up_finished", None)
+        for request in list(self._core.scheduler.requests.values()) if give_up is not None else ():
+            if request.is_finished():
+                give_up(request.request_id, "the engine goes to sleep")
+
+    def _step_until_free(self) -> None:
+        """An engine without a loop of its own (`LLM` in one process) has to be stepped until peers have answered."""
+        self._core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        deadline = time.monotonic() + self._settings.sleep_timeout_s
+        while self._core.scheduler.has_requests() or self.holders():
+            if time.monotonic() > deadline:
+                raise self._held_too_long()
+            _, executed = self._core.step_fn()
+            self._core.post_step(executed)
+            if not executed:
+                time.sleep(_STEP_PAUSE_S)
 
     def _ended(self, future: Future[Any]) -> None:
         self._pending = None
@@ -139,17 +174,19 @@ class SleepGate:
     def _check_deadline(self) -> None:
         """Called in every step; an engine that is waiting to sleep steps until nobody holds blocks."""
         if self._pending is not None and time.monotonic() > self._pending.deadline:
-            held = self.holders()
-            self.give_up(
-                LeasesHeldError(
-                    with_holders(
-                        f"the engine could not sleep within {self._settings.sleep_timeout_s:g} s: requests are running "
-                        "or hold blocks of the KV cache.",
-                        held,
-                    ),
-                    holders=held,
-                )
-            )
+            self.give_up(self._held_too_long())
+
+    def _held_too_long(self) -> LeasesHeldError:
+        held = self.holders()
+        self._counts["refused"] += 1
+        return LeasesHeldError(
+            with_holders(
+                f"the engine could not sleep within {self._settings.sleep_timeout_s:g} s: requests are running or hold "
+                "blocks of the KV cache.",
+                held,
+            ),
+            holders=held,
+        )
 
     def give_up(self, error: Exception) -> None:
         """End a sleep that still waits, with an error for who asked for it, and run on."""
@@ -168,7 +205,8 @@ class SleepGate:
 
     def release_kv_cache(self, stock: Callable[..., Any]) -> None:
         """Stock `release_kv_cache_memory`, of the cache alone."""
-        self.require_free()
+        self.require_able()
+        self._require_no_holders()
         with _Withdrawn(self):
             stock(self._core)
         self._count("sleeps")

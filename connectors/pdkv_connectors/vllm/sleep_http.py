@@ -6,6 +6,8 @@ until somebody wakes it. Here:
 
 =====================================  ===============================================================================
 sleep while requests hold blocks       409 at once, with the ids of the holders
+the same with ``mode=wait``            waits for them too; 409 after ``PDKV_SLEEP_TIMEOUT``
+the same with ``mode=abort`` given     ends them: peers are told, and their word is waited for, as long as that
 another refusal to sleep               409, with the reason
 wake without enough memory             503, with how many bytes are missing; the engine stays asleep
 a request for tokens while asleep      503 with Retry-After, also between waking the weights and waking the cache
@@ -20,17 +22,20 @@ from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING
+from urllib.parse import parse_qs
+
+from starlette.responses import JSONResponse
 
 from pdkv_connectors.vllm.asgi import error_response
-from pdkv_connectors.vllm.held import holders_in, reason_in
+from pdkv_connectors.vllm.held import ABORT_TRANSFERS, holders_in, reason_in
 
 if TYPE_CHECKING:
-    from starlette.responses import JSONResponse
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-SLEEP_PATHS = frozenset(("/sleep", "/release_kv_cache_memory"))
+SLEEP_PATH = "/sleep"
+SLEEP_PATHS = frozenset((SLEEP_PATH, "/release_kv_cache_memory"))
 WAKE_PATH = "/wake_up"
 #: What runs the model. Other paths are answered while the engine sleeps.
 _GENERATES = (
@@ -91,13 +96,25 @@ class SleepAnswers:
             await send(message)
 
         try:
-            await self._app(scope, receive, sending)
+            if (level := _level_of_abort(path, scope)) is None:
+                await self._app(scope, receive, sending)
+            else:
+                await scope["app"].state.engine_client.sleep(level, ABORT_TRANSFERS)
+                await JSONResponse({"status": "sleeping", "level": level})(scope, receive, sending)
         except Exception as error:
             answer = answer_for(path, str(error))
             if begun or answer is None:
                 raise
             logger.warning("pdkv: %s refused: %s", path, error)
             await answer(scope, receive, send)
+
+
+def _level_of_abort(path: str, scope: Scope) -> int | None:
+    """The level of a sleep whose caller has written ``mode=abort``, vLLM's default, and so means leases too."""
+    query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
+    level = query.get("level", ["1"])[-1]
+    aborts = path == SLEEP_PATH and query.get("mode", [""])[-1] == "abort"
+    return int(level) if aborts and level in ("1", "2") else None
 
 
 def answer_for(path: str, text: str) -> JSONResponse | None:

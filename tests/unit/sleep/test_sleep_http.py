@@ -28,6 +28,12 @@ class Engine:
         self.asleep = False
         self.asked = 0
         self.fails: Exception | None = None
+        self.slept: list[tuple[int, str]] = []
+
+    async def sleep(self, level: int, mode: str) -> None:
+        if self.fails is not None:
+            raise self.fails
+        self.slept.append((level, mode))
 
     async def is_sleeping(self) -> bool:
         self.asked += 1
@@ -183,3 +189,29 @@ def test_holders_survive_what_is_put_around_the_text() -> None:
     text = "Exception: Call to sleep method failed: " + with_holders("held.", ['a "quoted" id', "b]"]) + "\nTraceback"
     assert holders_in(text) == ("held.", ['a "quoted" id', "b]"])
     assert holders_in("something else") is None
+
+
+@pytest.mark.parametrize(
+    ("query", "slept"),
+    [("?mode=abort", [(1, "abort_transfers")]), ("?level=2&mode=abort", [(2, "abort_transfers")])],
+)
+def test_mode_abort_ends_leases_too_where_the_caller_has_written_it(
+    client: TestClient, engine: Engine, query: str, slept: list[tuple[int, str]]
+) -> None:
+    answer = client.post("/sleep" + query)
+    assert (answer.status_code, answer.json()["status"]) == (200, "sleeping")
+    assert engine.slept == slept
+
+
+@pytest.mark.parametrize(
+    "query", ["", "?level=2", "?mode=wait", "?mode=keep", "?level=0&mode=abort", "?level=9&mode=abort"]
+)
+def test_every_other_sleep_is_vllms_own(client: TestClient, engine: Engine, query: str) -> None:
+    assert client.post("/sleep" + query).json() == {"ok": True}
+    assert engine.slept == []
+
+
+def test_leases_that_could_not_be_ended_in_time_answer_409_with_the_holders(client: TestClient, engine: Engine) -> None:
+    engine.fails = RuntimeError(with_holders("the engine could not sleep within 3 s.", ["a", "b"]))
+    answer = client.post("/sleep?mode=abort")
+    assert (answer.status_code, answer.json()["error"]["holders"]) == (409, ["a", "b"])
