@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,25 +79,69 @@ def test_prefill_with_one_rank_feeds_decode_with_two(tiny: Path, tmp_path: Path)
         assert rank["final_blocks"] != prefill_blocks
 
 
-def test_each_rank_of_decode_ends_its_lease_on_the_same_rank_of_prefill(tiny: Path, tmp_path: Path) -> None:
-    options = {**OPTIONS, **TWO_RANKS, **GROWABLE}
-    environments = [{"PDKV_STATUS_DIR": str(tmp_path / name)} for name in ("p", "d")]
-    with (
-        EngineProcess(tiny, tmp_path / "p.log", environments[0], **options, **nixl_connector("kv_producer")) as prefill,
-        EngineProcess(tiny, tmp_path / "d.log", environments[1], **options, **nixl_connector("kv_consumer")) as decode,
-    ):
+Pair = tuple[EngineProcess, EngineProcess]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Where the two engines of `pair` write what they say of themselves."""
+    return tmp_path_factory.mktemp("p"), tmp_path_factory.mktemp("d")
+
+
+@pytest.fixture(scope="module")
+def pair(tiny: Path, folders: tuple[Path, Path]) -> Iterator[Pair]:
+    """A prefill and a decode engine of two ranks each, which may sleep."""
+    prefill, decode = (
+        EngineProcess(
+            tiny,
+            folder / "log",
+            {"PDKV_STATUS_DIR": str(folder), "PDKV_SLEEP": "1"},
+            **{**OPTIONS, **TWO_RANKS, **GROWABLE, **nixl_connector(role)},
+        )
+        for role, folder in zip(("kv_producer", "kv_consumer"), folders, strict=True)
+    )
+    with prefill, decode:
+        prefill.wait_ready()
         decode.wait_ready()
-        ask = {"do_remote_decode": True, "do_remote_prefill": False}
-        answers = prefill.generate(PROMPTS, 1, [dict(ask) for _ in PROMPTS])
-        transfers = [answer["transfer"] for answer in answers]
-        assert [len(transfer["pdkv"]["ranks"]) for transfer in transfers] == [2] * len(PROMPTS)
-        found = decode.generate(PROMPTS, 16, transfers)
-        assert [answer["tokens"] for answer in found] == [answer["tokens"] for answer in prefill.generate(PROMPTS, 16)]
-        decode.ask("submit", request_id="again", prompt=PROMPTS[1], max_tokens=4, transfer=dict(transfers[1]))
-        assert decode.ask("outcome", request_id="again", timeout_s=60)["reason"] == "error"
-        prefill.generate(PROMPTS[:1], 1)  # steps, in which what has ended is said
+        yield prefill, decode
+
+
+def run_pd(pair: Pair, prompts: list[list[int]]) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """Each prompt through P, then D: what P said of its KV, and the tokens of D."""
+    answers = pair[0].generate(prompts, 1, [{"do_remote_decode": True, "do_remote_prefill": False} for _ in prompts])
+    transfers = [answer["transfer"] for answer in answers]
+    return transfers, [answer["tokens"] for answer in pair[1].generate(prompts, 16, transfers)]
+
+
+def test_each_rank_of_decode_ends_its_lease_on_the_same_rank_of_prefill(pair: Pair, folders: tuple[Path, Path]) -> None:
+    prefill, decode = pair
+    transfers, tokens = run_pd(pair, PROMPTS)
+    assert [len(transfer["pdkv"]["ranks"]) for transfer in transfers] == [2] * len(PROMPTS)
+    assert tokens == [answer["tokens"] for answer in prefill.generate(PROMPTS, 16)]
+    decode.ask("submit", request_id="again", prompt=PROMPTS[1], max_tokens=4, transfer=dict(transfers[1]))
+    assert decode.ask("outcome", request_id="again", timeout_s=60)["reason"] == "error"
+    prefill.generate(PROMPTS[:1], 1)  # steps, in which what has ended is said
     for rank in (0, 1):
-        of_prefill, of_decode = (workers(tmp_path / name)[rank]["ends"] for name in ("p", "d"))
+        of_prefill, of_decode = (workers(folder)[rank]["ends"] for folder in folders)
         assert of_prefill["prefill"]["held_requests"] == of_decode["decode"]["held_requests"] == 0
         assert of_prefill["prefill"]["counters"]["leases_ended_by_decode"] == len(PROMPTS)
         assert of_decode["decode"]["counters"]["loaded"] == len(PROMPTS)
+
+
+def test_both_ranks_of_an_engine_sleep_and_wake_and_their_peers_meet_them_again(
+    pair: Pair, folders: tuple[Path, Path]
+) -> None:
+    prompts = [prompt[::-1] for prompt in PROMPTS]  # of which no prefix cache knows anything
+    for engine, folder in zip(pair, folders, strict=True):
+        awake = workers(folder)
+        assert engine.ask("sleep") is None
+        for before, after in zip(awake, workers(folder), strict=True):
+            assert (after["bytes_committed"], after["given_back"]) == (0, before["bytes_committed"])
+        assert engine.ask("wake") is None
+        for before, after in zip(awake, workers(folder), strict=True):
+            assert after["bytes_committed"] == before["bytes_committed"]
+            assert after["registration"] > before["registration"]
+    _, tokens = run_pd(pair, prompts)
+    assert tokens == [answer["tokens"] for answer in pair[0].generate(prompts, 16)]
+    for rank in (0, 1):
+        assert workers(folders[1])[rank]["ends"]["decode"]["counters"]["loaded"] == 2 * len(PROMPTS)

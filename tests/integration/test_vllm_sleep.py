@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import signal
 import time
 from collections.abc import Iterator
@@ -112,6 +113,33 @@ def test_an_engine_sleeps_and_wakes_between_requests_and_the_tokens_stay_those_o
     require_remote(decode, counts)
 
 
+@pytest.mark.parametrize("engines", ["Pull"], indirect=True)
+def test_outputs_are_byte_identical_standard_with_sleep_and_wake_between_and_with_explicit_kv_cache_memory_bytes(
+    engines: Engines, reference: list[list[int]], model: Path, tmp_path: Path
+) -> None:
+    """Standard: as many blocks as warmup leaves room for. `engines` were told ``kv_cache_memory_bytes``."""
+    environment = {**ENVIRONMENT, "PDKV_ENGINE_MEMORY": str(3 << 30), "PDKV_CAPACITY_BLOCKS": "400"}
+    prefill, decode = (
+        EngineProcess(
+            model, tmp_path / f"{role}.log", environment, **GROWABLE, **connector(role, "Pull"),
+            kv_cache_memory_bytes=None,
+        )
+        for role in ("kv_producer", "kv_consumer")
+    )  # fmt: skip
+    with prefill, decode:
+        prefill.wait_ready()
+        decode.wait_ready()
+        assert decode.ask("pool_blocks") != engines[1].ask("pool_blocks")
+        standard = json.dumps(run_pd((prefill, decode)))
+        for engine in (prefill, decode):
+            wait_for(prefill, "held", [])
+            assert engine.ask("sleep") is None
+            assert engine.ask("wake") is None
+        slept = json.dumps(run_pd((prefill, decode)))
+    explicit = json.dumps(run_pd(engines))
+    assert standard == slept == explicit == json.dumps(reference)
+
+
 def test_both_sides_sleep_at_once_and_more_than_once(engines: Engines, reference: list[list[int]]) -> None:
     for _ in range(2):
         for engine in engines:
@@ -168,6 +196,19 @@ def test_tags_wake_weights_first_and_the_engine_stays_asleep_until_the_cache_is_
     assert (between["state"], between["tags"], between["is_sleeping"]) == ("asleep", ["kv_cache"], True)
     assert decode.ask("wake", tags=["kv_cache"]) is None
     assert decode.ask("sleeping")["is_sleeping"] is False
+    assert run_pd(engines) == reference
+
+
+def test_level_2_gives_the_cache_back_as_level_1_does_and_on_a_cpu_keeps_the_weights(
+    engines: Engines, reference: list[list[int]]
+) -> None:
+    """A host has no other place for weights: nothing has to be loaded before the engine serves again."""
+    for engine in engines:
+        committed, resident = engine.ask("sleeping")["physical_bytes"], engine.ask("memory")
+        assert engine.ask("sleep", level=2) is None
+        assert engine.ask("sleeping")["tags"] == ["kv_cache", "weights"]
+        assert resident - engine.ask("memory") >= 0.9 * committed
+        assert engine.ask("wake") is None
     assert run_pd(engines) == reference
 
 
