@@ -179,6 +179,25 @@ def test_prefill_refuses_to_sleep_while_it_holds_blocks_for_decode(
     assert decode.generate([PROMPTS[6]], MAX_TOKENS, transfer)[0]["tokens"] == reference[6]
 
 
+@pytest.mark.parametrize("which", [0, 1], ids=["prefill", "decode"])
+def test_leases_and_transfers_are_ended_for_a_sleep_that_says_so(
+    engines: Engines, reference: list[list[int]], which: int
+) -> None:
+    prefill, decode = engines
+    wait_until_free(prefill)
+    prompt = [20 + which, *PROMPTS[6][1:]]
+    (transfer,) = hand_over(prefill, [prompt])
+    if which == 1:
+        decode.ask("submit", request_id="sleeps", prompt=prompt, max_tokens=4, transfer=copy.deepcopy(transfer))
+    assert engines[which].ask("sleep", mode="abort_transfers") is None
+    assert engines[which].ask("wake") is None
+    if which == 1:
+        decode.ask("abort", request_id="sleeps")  # or `LLM` would wait for a request that the sleep has ended
+    assert decode.generate([prompt], MAX_TOKENS, [transfer])[0]["tokens"] == []
+    wait_until_free(prefill)
+    assert run_pd(engines, PROMPTS[4:7]) == reference[4:7]
+
+
 def test_a_request_that_decode_never_asks_for_leaves_the_others_alone(
     engines: Engines, reference: list[list[int]]
 ) -> None:

@@ -179,8 +179,9 @@ def test_a_sleep_that_waits_for_longer_than_its_deadline_answers_409_and_the_eng
     status, answer = server.call("/sleep?mode=wait")
     if not stop.is_set():  # a fast machine may have finished the request before the deadline of 3 s
         assert status == 409, answer
+    assert server.call("/sleep?mode=abort")[0] == 200  # ends the request, which a slow machine computes for minutes
     running.join(120)
-    server.call("/wake_up")
+    assert server.call("/wake_up")[0] == 200
     require_serving(server, expected)
 
 
