@@ -14,12 +14,11 @@ DEMO  := build/demo
 # No single test may take longer than its --timeout; those with engines start two or three, a minute or two each on two
 # busy cores.
 FAST_TESTS   := $(PY) -m pytest -m "not vllm and not nixl and not gpu" --timeout 300 -n 2 --dist worksteal
-NIXL_TESTS   := $(PY) -m pytest -m "nixl and not quiet and not vllm and not gpu" --timeout 300 --durations 10
-QUIET_TESTS  := $(PY) -m pytest -m "quiet and not gpu" --timeout 300
+NIXL_TESTS   := $(PY) -m pytest -m "nixl and not vllm and not gpu" --timeout 300 --durations 10
 ENGINE_TESTS := $(PY) -m pytest -m "vllm and not gpu" --timeout 600 --durations 25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-fast model demo demo-sleep test test-fast test-nixl test-quiet test-engines lint format lock clean
+.PHONY: help setup setup-fast model demo demo-sleep test test-fast test-nixl test-engines lint format lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,9 +56,6 @@ test-fast: setup-fast ## the tests that need neither vLLM nor NIXL, two at a tim
 
 test-nixl: setup-fast ## the tests with real transports in processes of their own, which have deadlines
 	$(NIXL_TESTS) $(ARGS)
-
-test-quiet: setup-fast ## tests that are no part of make test yet, for they fail on a machine that does other work too
-	$(QUIET_TESTS) $(ARGS)
 
 test-engines: model ## the tests with real vLLM engines, one after the other: engines would take the cores from each other
 	$(ENGINE_TESTS) $(ARGS)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from pdkv.errors import HarnessError
 from pdkv.testing.faults.__main__ import main
 from pdkv.testing.faults.processes import OVER_TCP, SCENARIOS, SLEEP_SCENARIOS, Deployment, Totals, run_scenario
 from pdkv.testing.faults.processes.toy import LAYERS, SPEC, ToyCache, page, true_token
@@ -43,14 +45,12 @@ def test_survivors_of_a_pull_serve_the_next_peer_and_nothing_is_lost(pull: Deplo
 
 
 # The others differ from pull by nothing that processes could show; the program runs all of them in both directions.
-@pytest.mark.quiet
 @pytest.mark.parametrize("name", [name for name in AWAKE if "transfer" in name or "side_channel_loses" in name])
 def test_survivors_of_a_push_serve_the_next_peer_and_nothing_is_lost(push: Deployment, name: str) -> None:
     run_scenario(name, push)
     assert push.totals.is_good
 
 
-@pytest.mark.quiet
 def test_over_the_default_transports_a_stopped_prefill_serves_and_goes_on(tmp_path: Path) -> None:
     """Without tcp a READ on one host needs nothing of its owner, once the two have met."""
     with Deployment(tmp_path) as deployment:
@@ -75,6 +75,25 @@ def test_runs_are_summed_and_reported_as_json() -> None:
     report = json.loads(json.dumps(summed.as_dict(1.0)))
     assert (report["schedules"], report["completed"], report["wrong_tokens"]) == (2, 12, 0)
     assert report["faults"] == {"kill_P": 2}
+
+
+@pytest.mark.parametrize("says", ["Fatal: unexpected error: Endpoint timeout", "Fatal: something else"])
+def test_only_engines_that_ucx_ended_for_their_peers_death_are_replaced_and_not_counted_as_crashes(
+    tmp_path: Path, says: str
+) -> None:
+    with Deployment(tmp_path) as deployment:
+        deployment.serves()
+        prefill = deployment.p
+        prefill.log.write_text(says)
+        prefill.process.send_signal(signal.SIGABRT)
+        with pytest.raises(HarnessError, match="has died"):
+            deployment.until(lambda: bool(prefill.ask("state")) and False, "never")
+        ours = "Endpoint timeout" not in says
+        assert deployment.totals.crashes == ours
+        assert deployment.starts_anew_after_ucx() is not ours
+        assert deployment.totals.ucx_aborts == (not ours)
+        if not ours:
+            deployment.serves()
 
 
 def test_a_transport_that_leaves_out_a_block_gives_a_wrong_token(tmp_path: Path) -> None:

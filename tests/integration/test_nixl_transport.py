@@ -52,7 +52,6 @@ def test_nixl_over_tcp_keeps_to_the_rule(tcp_bench: TransportBench, rule: str) -
     run_transport_check(rule, tcp_bench)
 
 
-@pytest.mark.quiet
 def test_after_an_error_the_peer_is_added_again_and_serves(bench: TransportBench) -> None:
     """The error that an owner brings about who forgets to unregister before it lets go of its memory."""
     bench.open()

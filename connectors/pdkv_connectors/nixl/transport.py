@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,10 @@ logger = logging.getLogger(__name__)
 
 #: Without NVLink a READ of device memory needs it: 0.46 against 1605 GB/s were measured.
 VRAM_VARIABLES = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
+
+#: How long :meth:`NixlTransport.close` lets transfers end by themselves, and how often it looks, in seconds.
+GRACE_S = 1.0
+POLL_S = 0.001
 
 _probed: set[str] = set()  # kinds of memory, in this process
 
@@ -149,7 +154,15 @@ class NixlTransport(TransportBase[_Link]):
         destroy_agent(holder)
 
     def _do_stop(self, timeout_s: float) -> None:
-        """Destroy the agent, which is the only way: cancelling leaves bytes that still land."""
+        """Destroy the agent, which is the only way: cancelling leaves bytes that still land.
+
+        Where peers serve this side's READs by emulation (tcp), UCX ends the *peer's* process when the reader goes under
+        one. So what runs gets a moment to end by itself.
+        """
+        deadline = time.monotonic() + min(timeout_s, GRACE_S)
+        while self._running and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            self._poll_running()
         for transfer in self._running:
             if isinstance(transfer, _NixlTransfer):
                 transfer.drop()

@@ -21,12 +21,19 @@ from pdkv.testing.faults.processes.toy import true_token
 #: Every deadline of the engines has passed several times by then, on a busy machine too.
 PATIENCE_S = 60.0
 _POLL_S = 0.02
-_NUMBERS = ("schedules", "completed", "wrong_tokens", "leaked_blocks", "crashes", "broken")
+_NUMBERS = ("schedules", "completed", "wrong_tokens", "leaked_blocks", "crashes", "broken", "ucx_aborts")
+#: What UCX says when it ends a process because a peer has died whom it was answering over an emulated transport.
+_UCX_ABORT = "unexpected error: Endpoint timeout"
 
 
 @dataclass(slots=True)
 class Totals:
-    """What a run came to; the names are those of the simulation's report. `broken`: scenarios that went wrong."""
+    """What a run came to; the names are those of the simulation's report.
+
+    Attributes:
+        broken: scenarios that went wrong.
+        ucx_aborts: engines that UCX has ended because their peer had died (docs/failures.md).
+    """
 
     schedules: int = 0
     faults: Counter[str] = field(default_factory=Counter)
@@ -36,6 +43,7 @@ class Totals:
     leaked_blocks: int = 0
     crashes: int = 0
     broken: int = 0
+    ucx_aborts: int = 0
 
     @property
     def is_good(self) -> bool:
@@ -238,8 +246,30 @@ class Deployment:
                     raise HarnessError(f"not within {PATIENCE_S:g} s: {what}.\n{self._tails()}")
                 time.sleep(_POLL_S)
 
+    def starts_anew_after_ucx(self) -> bool:
+        """Whether UCX has ended an engine for its peer's death, of all engines; then others come in their place."""
+        if not (aborted := self._aborted_by_ucx()):
+            return False
+        self.totals.ucx_aborts += len(aborted)
+        self._end_engines()
+        self._asked.clear()
+        self.proxy.calm_down()
+        return True
+
+    def _aborted_by_ucx(self) -> list[str]:
+        return [
+            side
+            for side, child in self._engines.items()
+            if child.process.poll() == -signal.SIGABRT and _UCX_ABORT in child.tail()
+        ]
+
     def close(self) -> None:
         """End everything."""
+        self._end_engines()
+        self.proxy.close()
+        self.totals.faults.update(self.proxy.injected)
+
+    def _end_engines(self) -> None:
         for side, child in self._engines.items():
             if side in self._stopped:
                 with suppress(ProcessLookupError):
@@ -247,8 +277,7 @@ class Deployment:
             child.process.kill()
             child.close()
         self._engines.clear()
-        self.proxy.close()
-        self.totals.faults.update(self.proxy.injected)
+        self._stopped.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -284,7 +313,7 @@ class Deployment:
         try:
             yield
         except (ChildEnded, TimeoutError) as error:
-            self.totals.crashes += 1
+            self.totals.crashes += not self._aborted_by_ucx()
             raise HarnessError(f"an engine that was not killed has died, or answers no more: {error}") from error
 
     def _tails(self) -> str:

@@ -85,6 +85,12 @@ class FaultProxy:
         """Whether a message is being kept that has these bytes in it."""
         return any(what in message for message, _ in list(self._held))
 
+    def calm_down(self) -> None:
+        """Let everything through, as at the beginning."""
+        self.weather = Weather()
+        self.partition(False)
+        self.hold(False)
+
     def close(self) -> None:
         """Close everything. Idempotent."""
         if self._thread.is_alive() and self._stop is not None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pdkv.errors import HarnessError
+from pdkv.testing.child import ChildEnded
 from pdkv.testing.faults.processes.deployment import Deployment
 from pdkv.testing.faults.processes.proxy import Weather
 from pdkv.testing.faults.processes.sleep_scenarios import SLEEP_SCENARIOS
 
+#: How often a scenario is begun in which UCX ends an engine.
+ATTEMPTS = 3
 SCENARIOS: dict[str, Callable[[Deployment], None]] = {}
 """All by name. Each leaves a deployment with which the next one can begin."""
 
@@ -15,15 +19,29 @@ SCENARIOS: dict[str, Callable[[Deployment], None]] = {}
 def run_scenario(name: str, deployment: Deployment) -> None:
     """Run one scenario, and see that what is left serves.
 
+    UCX itself ends a process that was answering a peer over an emulated transport (tcp) when that peer died. Nothing in
+    the process can prevent it, and it says nothing of what the scenario asks, so the scenario is run again; it is
+    counted, and docs/failures.md tells users.
+
     Raises:
         HarnessError: something did not happen that must, or an engine died that was not killed.
     """
+    for attempts_left in reversed(range(ATTEMPTS)):
+        try:
+            _run_once(name, deployment)
+        except (HarnessError, ChildEnded):
+            if not deployment.starts_anew_after_ucx() or not attempts_left:
+                raise
+        else:
+            break
+    deployment.totals.schedules += 1
+
+
+def _run_once(name: str, deployment: Deployment) -> None:
     SCENARIOS[name](deployment)
-    deployment.proxy.weather = Weather()
-    deployment.proxy.partition(False)
+    deployment.proxy.calm_down()
     deployment.no_block_is_held()
     deployment.serves()
-    deployment.totals.schedules += 1
 
 
 def _scenario(function: Callable[[Deployment], None]) -> Callable[[Deployment], None]:
