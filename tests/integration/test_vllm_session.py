@@ -252,8 +252,8 @@ def test_a_request_that_ends_in_the_queue_frees_prefill(pd: PD) -> None:
 
 def test_a_prompt_whose_client_had_left_when_it_was_finished_is_freed_at_once(pd: PD) -> None:
     params = pd.offer("p", [1, 2, 3], 40)
-    pd.prefill.scheduler.give_up_finished("p")
-    pd.prefill.scheduler.give_up_finished("p")
+    pd.prefill.scheduler.give_up_finished("p", "the client had left")
+    pd.prefill.scheduler.give_up_finished("p", "the client had left")
     pd.until(lambda: pd.prefill.sent == ["p"])
     assert pd.prefill.scheduler.holders() == ()
     late = arrive(pd, "d", params, 40)
