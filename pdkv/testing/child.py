@@ -81,14 +81,22 @@ class Child:
             ChildEnded: the process ended.
             TimeoutError: no reply in time.
         """
+        self.send(do, **arguments)
+        return self.reply(timeout_s)
+
+    def send(self, do: str, **arguments: Any) -> None:
+        """Begin one command; its reply is asked for later.
+
+        Raises:
+            ChildEnded: the process ended.
+        """
         try:
             print(json.dumps({"do": do, **arguments}), file=self._commands, flush=True)
         except BrokenPipeError:
             raise self._ended() from None
-        return self.reply(timeout_s)
 
     def reply(self, timeout_s: float = REPLY_TIMEOUT_S) -> Any:
-        """The next line that the child sends; see :meth:`ask`."""
+        """The reply to the oldest command that has none yet; see :meth:`ask`."""
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
             left = deadline - time.monotonic()
@@ -139,11 +147,18 @@ class Child:
         self.close()
 
 
-def serve(target: object, reply_fd: int, idle: Callable[[], None], idle_interval_s: float = 0.002) -> None:
+def serve(
+    target: object,
+    reply_fd: int,
+    idle: Callable[[], None],
+    idle_interval_s: float = 0.002,
+    before_each: Callable[[], None] = lambda: None,
+) -> None:
     """Answer commands from standard input with the ``do_*`` methods of `target` until the input ends.
 
     Between commands `idle` is called every `idle_interval_s` seconds. It is what serves peers in a program without
-    threads of its own.
+    threads of its own. Who asks again and again keeps it from being called, but not `before_each`, which comes before
+    each command.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # some children are meant to crash
     commands = os.fdopen(os.dup(sys.stdin.fileno()), "rb", buffering=0)
@@ -158,6 +173,7 @@ def serve(target: object, reply_fd: int, idle: Callable[[], None], idle_interval
                 return
             *lines, pending = (pending + data).split(b"\n")
             for line in lines:
+                before_each()
                 print(json.dumps(_answer(target, json.loads(line))), file=replies, flush=True)
 
 

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import EngineFailed, EngineProcess
+from engine import EngineProcess
 from random_llama import make_random_llama
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from pdkv.testing.child import ChildError
 
 pytestmark = pytest.mark.gpu
 
@@ -64,7 +66,7 @@ def test_without_a_utilization_the_card_is_taken_and_no_other_engine_may_do_so_t
         engine.generate(PROMPTS * 4, 32)
         with (
             EngineProcess(llama, tmp_path / "second.log", **GROWABLE, **OPTIONS) as second,
-            pytest.raises(EngineFailed, match="used by 1 other process") as refused,
+            pytest.raises(ChildError, match="used by 1 other process") as refused,
         ):
             second.wait_ready()
         engine.generate(PROMPTS, 4)
@@ -85,7 +87,7 @@ def test_memory_that_warmup_takes_beyond_the_profile_fails_the_estimate_and_is_m
         EngineProcess(
             llama, tmp_path / "fixed.log", environment, **OPTIONS, worker_cls="ballast_workers.GreedyStockGPUWorker"
         ) as fixed,
-        pytest.raises(EngineFailed),
+        pytest.raises(ChildError),
     ):
         fixed.wait_ready()
     assert "out of memory" in (tmp_path / "fixed.log").read_text()

@@ -42,7 +42,7 @@ class Pair:
         """Transfer parameters of a prompt that prefill has computed."""
         request_id, leases = f"p{next(self._numbers)}", self.counts("prefill").get("leases", 0)
         self.prefill.ask("submit", request_id=request_id, prompt=prompt, max_tokens=1, transfer=dict(ASK))
-        outcome = self.prefill.ask("outcome", request_id=request_id, timeout_s=60)
+        outcome = self.prefill.ask("outcome", request_id=request_id, within_s=60)
         assert "pdkv" in outcome["transfer"]
         assert self.until("prefill", "counters", "leases", value=leases + 1)  # the worker hears of it one step later
         return dict(outcome["transfer"])
@@ -59,7 +59,7 @@ class Pair:
 
     def outcome(self, request_id: str, timeout_s: float = 60) -> Any:
         """Tokens and reason of a request on decode; None where it has not ended by then."""
-        return self.decode.ask("outcome", request_id=request_id, timeout_s=timeout_s)
+        return self.decode.ask("outcome", request_id=request_id, within_s=timeout_s)
 
     def run(self, prompt: list[int]) -> list[int]:
         """Tokens of a prompt by way of both."""
@@ -74,7 +74,7 @@ class Pair:
     def until(self, side: str, *path: str, value: int, timeout_s: float = ROUND_TRIP_S) -> bool:
         """Whether a gauge or counter of one side has, or takes within that time, this value."""
         engine = self.prefill if side == "prefill" else self.decode
-        return bool(engine.ask("until", path=[side, *path], value=value, timeout_s=timeout_s)["found"] == value)
+        return bool(engine.ask("until", path=[side, *path], value=value, within_s=timeout_s)["found"] == value)
 
     def both_are_free(self, timeout_s: float = ROUND_TRIP_S) -> bool:
         """Whether within that time nobody holds anything for anybody."""
@@ -91,7 +91,7 @@ class Pair:
 
     def has_free_blocks(self, wanted: int) -> bool:
         """Whether so many blocks of decode's pool have no request, or have none within a round trip."""
-        reply = self.decode.ask("until", path=["free_blocks"], value=wanted, timeout_s=ROUND_TRIP_S)
+        reply = self.decode.ask("until", path=["free_blocks"], value=wanted, within_s=ROUND_TRIP_S)
         return bool(reply["found"] == wanted)
 
     def all_blocks(self) -> int:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import random
-import select
 import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
+
+from pdkv.testing.child import Child
 
 READY_TIMEOUT_S = 600.0
 COMMAND_TIMEOUT_S = 240.0
@@ -78,16 +73,10 @@ def free_port() -> int:
             return port
 
 
-class EngineFailed(Exception):
-    """The engine did not start; the message is the exception it raised."""
-
-
-class EngineProcess:
-    """One engine in a child process, ended when the context is left."""
+class EngineProcess(Child):
+    """One engine in a child process, ended when the context is left. It starts in the background."""
 
     def __init__(self, model: Path, log: Path, environment: dict[str, str] | None = None, **options: Any) -> None:
-        read_fd, write_fd = os.pipe()
-        self.log = log
         base = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -97,39 +86,26 @@ class EngineProcess:
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
             "PDKV_GRANULE": "65536",
         }
-        arguments = {**OPTIONS, "model": str(model), **options}
-        with log.open("w") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, str(_MAIN), str(write_fd), json.dumps(arguments)],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[write_fd],
-                env={**os.environ, **base, **(environment or {})},
-                text=True,
-            )
-        os.close(write_fd)
-        self._replies = os.fdopen(read_fd, "rb", buffering=0)
-        self._buffer = b""
-        self._ready = False
+        super().__init__(_MAIN, log, environment={**base, **(environment or {})})
+        self._is_ready = False
+        self.send("start", options={**OPTIONS, "model": str(model), **options})
 
     def wait_ready(self) -> EngineProcess:
         """Wait until the engine has started.
 
         Raises:
-            EngineFailed: it raised while starting.
+            ChildError: it raised while starting.
+            ChildEnded: the process ended.
         """
-        if not self._ready:
-            self._reply(READY_TIMEOUT_S)
-            self._ready = True
+        if not self._is_ready:
+            self.reply(READY_TIMEOUT_S)
+            self._is_ready = True
         return self
 
-    def ask(self, do: str, **arguments: Any) -> Any:
-        """Run one command and return its reply."""
+    def ask(self, do: str, timeout_s: float = COMMAND_TIMEOUT_S, **arguments: Any) -> Any:
+        """Run one command, once the engine has started, and return its reply."""
         self.wait_ready()
-        assert self.process.stdin is not None
-        print(json.dumps({"do": do, **arguments}), file=self.process.stdin, flush=True)
-        return self._reply(COMMAND_TIMEOUT_S)
+        return super().ask(do, timeout_s, **arguments)
 
     def generate(
         self,
@@ -140,42 +116,3 @@ class EngineProcess:
     ) -> list[Any]:
         """Greedy tokens, and `kv_transfer_params` where the engine returns them; see `Engine.do_generate`."""
         return list(self.ask("generate", prompts=prompts, max_tokens=max_tokens, transfer=transfer, first_id=first_id))
-
-    def _reply(self, timeout_s: float) -> Any:
-        deadline = time.monotonic() + timeout_s
-        while b"\n" not in self._buffer:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self._replies], [], [], left)[0]:
-                raise TimeoutError(f"no reply in {timeout_s} s; log:\n{self.tail()}")
-            data = self._replies.read(65536)
-            if not data:
-                raise EngineFailed(f"the engine ended (exit {self.process.wait(30)}); log:\n{self.tail()}")
-            self._buffer += data
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        reply = json.loads(line)
-        if isinstance(reply, dict) and "error" in reply:
-            raise EngineFailed(reply["error"])
-        return reply
-
-    def tail(self, lines: int = 40) -> str:
-        """The end of the engine's log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
-
-    def close(self) -> None:
-        """End the process and forget it."""
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(10)
-        self._replies.close()
-
-    def __enter__(self) -> EngineProcess:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

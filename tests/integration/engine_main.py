@@ -1,42 +1,35 @@
 """A real vLLM engine in this process, driven by JSON lines. Started by `engine.EngineProcess`, never imported.
 
-Commands come on standard input, one JSON object a line; replies go to the file descriptor named on the command line,
-since vLLM writes to standard output. Between commands the engine keeps stepping, as a server's engine core would, so
-that it serves the peers that read from it.
+Between commands the engine keeps stepping, as a server's engine core would, so that it serves the peers that read from
+it.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import select
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
+from pdkv.testing.child import serve
+
+IDLE_INTERVAL_S = 0.005
+
 
 def main() -> None:
-    reply_fd, options = int(sys.argv[1]), json.loads(sys.argv[2])
-    with os.fdopen(reply_fd, "w") as replies:
-        try:
-            engine = Engine(options)
-        except Exception as error:
-            print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=replies, flush=True)
-            raise
-        print(json.dumps({"ready": True}), file=replies, flush=True)
-        for command in engine.commands():
-            reply = getattr(engine, "do_" + command.pop("do"))(**command)
-            print(json.dumps(reply), file=replies, flush=True)
+    engine = Engine()
+    step = engine.step_if_needed
+    serve(engine, int(sys.argv[1]), step, IDLE_INTERVAL_S, before_each=step)
 
 
-def count_graphs() -> dict[str, int]:
+def count_graphs(counts: dict[str, int]) -> None:
     """Count captures and replays of CUDA graphs in this process from now on."""
     import torch
 
-    counts = {"captures": 0, "replays": 0}
     if not torch.cuda.is_available():
-        return counts
+        return
     graph = torch.cuda.CUDAGraph
     begin, replay = graph.capture_begin, graph.replay
 
@@ -49,7 +42,6 @@ def count_graphs() -> dict[str, int]:
         return replay(self)
 
     graph.capture_begin, graph.replay = counted_begin, counted_replay
-    return counts
 
 
 def _refuse(handle: Any) -> Any:
@@ -59,28 +51,27 @@ def _refuse(handle: Any) -> Any:
 class Engine:
     """One `LLM`; each `do_` method is a command."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self) -> None:
+        self.llm: Any = None
+        self.finished: dict[str, dict[str, Any]] = {}
+        self.graphs = {"captures": 0, "replays": 0}
+        self.affinity_before = sorted(os.sched_getaffinity(0))
+
+    def do_start(self, options: dict[str, Any]) -> Any:
+        """Start vLLM with these options; the log tells where it raised."""
         from vllm import LLM
 
-        self.finished: dict[str, dict[str, Any]] = {}
-        self.graphs = count_graphs()
-        self.affinity_before = sorted(os.sched_getaffinity(0))
-        self.llm = LLM(**options)
+        count_graphs(self.graphs)
+        try:
+            self.llm = LLM(**options)
+        except Exception:
+            traceback.print_exc()
+            raise
 
-    def commands(self) -> Any:
-        """Command objects from standard input until it is closed; steps the engine while waiting."""
-        while True:
-            if not select.select([sys.stdin], [], [], 0.005)[0]:
-                core = self.core
-                if core.scheduler.has_requests():
-                    self.step()
-                continue
-            line = sys.stdin.readline()
-            if not line:
-                return
-            if self.core.scheduler.has_requests():
-                self.step()  # so that who asks again and again does not keep it from stepping
-            yield json.loads(line)
+    def step_if_needed(self) -> None:
+        """One step where the scheduler has requests."""
+        if self.llm is not None and self.core.scheduler.has_requests():
+            self.step()
 
     def step(self) -> None:
         """One step of the engine; keeps what becomes of requests that were submitted."""
@@ -177,9 +168,9 @@ class Engine:
         """As when a client is gone, and the request's end is on its way to the front end."""
         self.core.abort_requests([request_id])
 
-    def do_outcome(self, request_id: str, timeout_s: float) -> Any:
+    def do_outcome(self, request_id: str, within_s: float) -> Any:
         """Step until a submitted request has ended; None where it has not by then."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + within_s
         while request_id not in self.finished and time.monotonic() < deadline:
             self.step()
         return self.finished.pop(request_id, None)
@@ -190,12 +181,12 @@ class Engine:
 
         return get_kv_transfer_group().ends.snapshot()
 
-    def do_until(self, path: list[str], value: Any, timeout_s: float) -> Any:
+    def do_until(self, path: list[str], value: Any, within_s: float) -> Any:
         """Step while there is something to do, until one value of the ends is as wanted; all of them as found.
 
         ``["free_blocks"]`` is the pool's: the scheduler hears of it one step later.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + within_s
         while True:
             pool = self.core.scheduler.kv_cache_manager.block_pool
             ends = found = {**self.do_ends(), "free_blocks": pool.get_num_free_blocks()}

@@ -88,7 +88,7 @@ def test_a_client_that_leaves_during_the_transfer_releases_both_sides_once_it_ha
     transfer = pair.prefilled(prompt)
     mover.ask("hold_transfers", held=True)
     request_id = pair.submitted(prompt, transfer)
-    assert mover.ask("until", path=["transfers"], value=1, timeout_s=10)["found"] == 1
+    assert mover.ask("until", path=["transfers"], value=1, within_s=10)["found"] == 1
     pair.decode.ask("abort", request_id=request_id)
     assert pair.until("decode", "quarantined_blocks", value=4)
     assert pair.has_free_blocks(free - 4)
@@ -118,7 +118,7 @@ def test_I11_blocks_of_a_transfer_that_never_ends_are_freed_only_after_the_agent
     transfer = pair.prefilled(prompt)
     mover.ask("hold_transfers", held=True)
     request_id = pair.submitted(prompt, transfer)
-    assert mover.ask("until", path=["transfers"], value=1, timeout_s=10)["found"] == 1
+    assert mover.ask("until", path=["transfers"], value=1, within_s=10)["found"] == 1
     pair.decode.ask("abort", request_id=request_id)
     assert pair.until("decode", "quarantined_blocks", value=4)
     assert pair.until(side, "generation", value=2, timeout_s=30)

@@ -76,7 +76,7 @@ def a_dead_decode_leaves_its_leases_to_run_out(pair: Pair, model: Path, folder: 
         transfer = other.prefilled(prompt)
         dies.ask("hold_transfers", held=True)
         other.submitted(prompt, transfer)
-        assert dies.ask("until", path=["transfers"], value=1, timeout_s=10)["found"] == 1
+        assert dies.ask("until", path=["transfers"], value=1, within_s=10)["found"] == 1
         dies.process.send_signal(signal.SIGKILL)
         dies.process.wait(10)
     assert pair.until("prefill", "held_requests", value=0, timeout_s=2 * LEASE_S)

@@ -83,7 +83,7 @@ def wait_until_free(prefill: EngineProcess) -> None:
     for _ in range(300):
         if not prefill.ask("facts")["metrics"]["held_requests"]:
             return
-        prefill.ask("outcome", request_id="nobody's", timeout_s=0.2)
+        prefill.ask("outcome", request_id="nobody's", within_s=0.2)
     raise AssertionError(prefill.ask("facts")["metrics"])
 
 

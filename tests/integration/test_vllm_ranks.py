@@ -119,7 +119,7 @@ def test_each_rank_of_decode_ends_its_lease_on_the_same_rank_of_prefill(pair: Pa
     assert [len(transfer["pdkv"]["ranks"]) for transfer in transfers] == [2] * len(PROMPTS)
     assert tokens == [answer["tokens"] for answer in prefill.generate(PROMPTS, 16)]
     decode.ask("submit", request_id="again", prompt=PROMPTS[1], max_tokens=4, transfer=dict(transfers[1]))
-    assert decode.ask("outcome", request_id="again", timeout_s=60)["reason"] == "error"
+    assert decode.ask("outcome", request_id="again", within_s=60)["reason"] == "error"
     prefill.generate(PROMPTS[:1], 1)  # steps, in which what has ended is said
     for rank in (0, 1):
         of_prefill, of_decode = (workers(folder)[rank]["ends"] for folder in folders)

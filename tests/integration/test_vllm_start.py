@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import GROWABLE, EngineFailed, EngineProcess, nixl_connector
+from engine import GROWABLE, EngineProcess, nixl_connector
+
+from pdkv.testing.child import ChildError
 
 pytestmark = pytest.mark.vllm
 
@@ -17,7 +19,7 @@ def refuse(model: Path, tmp_path: Path, environment: dict[str, str] | None = Non
     """Start an engine that should refuse; what it says."""
     with (
         EngineProcess(model, tmp_path / "log", environment, **options) as engine,
-        pytest.raises(EngineFailed) as caught,
+        pytest.raises(ChildError) as caught,
     ):
         engine.wait_ready()
     return str(caught.value)

@@ -47,7 +47,7 @@ def test_a_stock_decode_takes_kv_from_pdkv_and_ends_its_leases(engines: tuple[En
     tokens = run(ours, stock)
     path = ["prefill", "counters", "leases_ended_by_decode"]
     wanted = before + len(PROMPTS)
-    assert ours.ask("until", path=path, value=wanted, timeout_s=LEASE_S / 2)["found"] == wanted
+    assert ours.ask("until", path=path, value=wanted, within_s=LEASE_S / 2)["found"] == wanted
     assert ours.ask("ends")["prefill"]["held_requests"] == 0
     assert tokens == [answer["tokens"] for answer in ours.generate(PROMPTS, MAX_TOKENS)]
 
@@ -69,4 +69,4 @@ def test_a_stock_decode_that_never_asks_leaves_a_lease_that_runs_out(
     before = ours.ask("ends")["prefill"]["counters"].get("leases_expired", 0)
     ours.generate(PROMPTS[:1], 1, [dict(ASK)])
     path = ["prefill", "counters", "leases_expired"]
-    assert ours.ask("until", path=path, value=before + 1, timeout_s=2 * LEASE_S)["found"] == before + 1
+    assert ours.ask("until", path=path, value=before + 1, within_s=2 * LEASE_S)["found"] == before + 1
