@@ -105,11 +105,6 @@ class PagePlan:
         return self.unit_words * WORD_NBYTES
 
     @property
-    def is_plain(self) -> bool:
-        """Whether each unit is one run of bytes on both sides, to be copied as it is."""
-        return not self.quantize and self.is_run(self.source) and self.is_run_in_source_order
-
-    @property
     def is_run_in_source_order(self) -> bool:
         """Whether the destination takes a unit as one run, its words in the order that they have in the source."""
         single = self.heads.count == 1 or self.unit == 1

@@ -30,10 +30,6 @@ class SimMemory:
         self._poison = 0
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
     def num_leaked(self) -> int:
         """Blocks that are not in the pool."""
         return self.num_blocks - 1 - len(self._free)
