@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -22,6 +23,26 @@ if TYPE_CHECKING:
 CACHE, SUMS, BOARD = 0, 1, 2
 Legs = tuple[tuple[Leg, ...], ...]
 Scales = Sequence[tuple[float, float]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What a route runs between.
+
+    Attributes:
+        link: to the peer's memory.
+        source, destination: the peer's cache and this one.
+        legs: for each KV-cache group, which pages become which.
+        scales: (scale of K, scale of V) for each layer, where values are converted to fp8.
+        verify: whether the sums of what is copied are compared with the peer's.
+    """
+
+    link: Link
+    source: CacheGeometry
+    destination: CacheGeometry
+    legs: Legs
+    scales: Scales
+    verify: bool
 
 
 class Running(Protocol):
@@ -46,10 +67,10 @@ class Route(ABC):
 
     needs_memory: bool
 
-    def __init__(self, link: Link, source: CacheGeometry, destination: CacheGeometry, legs: Legs) -> None:
-        self.link = link
-        self.legs = legs
-        self.source, self.destination = source, destination
+    def __init__(self, between: Between) -> None:
+        self.link = link = between.link
+        self.legs = legs = between.legs
+        self.source, self.destination = source, destination = between.source, between.destination
         self.source_units = [source.num_blocks * group[0].plan.source_units for group in legs]
         self.destination_units = [destination.num_blocks * group[0].plan.destination_units for group in legs]
         self._units_of_block = [group[0].plan.source_units for group in legs]
@@ -94,23 +115,14 @@ class CudaRoute(Route):
 
     needs_memory = False
 
-    def __init__(
-        self,
-        link: Link,
-        source: CacheGeometry,
-        destination: CacheGeometry,
-        legs: Legs,
-        scales: Scales,
-        verify: bool,
-        base: int,
-        mover: CudaMover,
-    ) -> None:
-        super().__init__(link, source, destination, legs)
+    def __init__(self, between: Between, base: int, mover: CudaMover) -> None:
+        super().__init__(between)
         self._mover = mover
-        sums = link.memories[SUMS].address if verify else None
-        cache = link.memories[CACHE].address
+        sums = self.link.memories[SUMS].address if between.verify else None
+        cache = self.link.memories[CACHE].address
         self._ready = [
-            [mover.copy_leg(leg, cache, base, sums, inverses_of(leg, scales)) for leg in group] for group in legs
+            [mover.copy_leg(leg, cache, base, sums, inverses_of(leg, between.scales)) for leg in group]
+            for group in self.legs
         ]
 
     def start(self, columns: Sequence[BlockColumns], programs: int | None) -> Running:
@@ -151,27 +163,17 @@ class HostRoute(Route):
 
     needs_memory = True
 
-    def __init__(
-        self,
-        link: Link,
-        source: CacheGeometry,
-        destination: CacheGeometry,
-        legs: Legs,
-        scales: Scales,
-        verify: bool,
-        cache: GrowableKVCache,
-        driver: MemoryDriver,
-    ) -> None:
+    def __init__(self, between: Between, cache: GrowableKVCache, driver: MemoryDriver) -> None:
         from pdkv.transfer.fit import first_difference
         from pdkv_connectors.ipc.host_mover import HostLeg
 
-        super().__init__(link, source, destination, legs)
+        super().__init__(between)
         self._cache = cache
         self._driver = driver
-        self._verify = verify
-        self._as_is = first_difference(source, destination) is None
-        counts = (source.num_blocks, destination.num_blocks)
-        self._ready = [[HostLeg(leg, counts, inverses_of(leg, scales)) for leg in group] for group in legs]
+        self._verify = between.verify
+        self._as_is = first_difference(self.source, self.destination) is None
+        counts = (self.source.num_blocks, self.destination.num_blocks)
+        self._ready = [[HostLeg(leg, counts, inverses_of(leg, between.scales)) for leg in group] for group in self.legs]
 
     def start(self, columns: Sequence[BlockColumns], programs: int | None) -> Running:
         from pdkv.transfer.runs import copies_for

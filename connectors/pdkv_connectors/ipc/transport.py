@@ -33,7 +33,7 @@ from pdkv_connectors.ipc.link import open_link
 from pdkv_connectors.ipc.loop import Loop
 from pdkv_connectors.ipc.owner import GrantedMemory, Owner
 from pdkv_connectors.ipc.plan import HeadSlice
-from pdkv_connectors.ipc.route import CudaRoute, HostRoute, Route
+from pdkv_connectors.ipc.route import Between, CudaRoute, HostRoute, Route
 from pdkv_connectors.ipc.sums import PageSums
 from pdkv_connectors.ipc.transfers import IpcTransfer
 
@@ -216,11 +216,12 @@ class IpcTransport(TransportBase[Route]):
             require_verifiable(legs)
         driver = self._pages if ours.driver == "host" else cache.driver
         link = open_link(address, peer, me, {0: driver, 1: driver, 2: self._pages}, timeout_s)
+        between = Between(link, geometry, ours, legs, scales, self.verify)
         try:
             route = (
-                CudaRoute(link, geometry, ours, legs, scales, self.verify, cache.address, self._movers[0])
+                CudaRoute(between, cache.address, self._movers[0])
                 if self._movers
-                else HostRoute(link, geometry, ours, legs, scales, self.verify, cache, driver)
+                else HostRoute(between, cache, driver)
             )
         except BaseException:
             link.close()
