@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -53,21 +54,29 @@ class EventStream(StreamingResponse):
             yield b"data: " + msgspec.json.encode(error.body) + b"\n\n"
 
 
+def read_json(content: bytes, kind: Any = Any) -> Any:
+    """What an engine answered, as `kind`; msgspec.DecodeError where it is no JSON, or nested too deeply to be read."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (RecursionError, UnicodeDecodeError) as error:
+        raise msgspec.DecodeError(str(error)) from error
+
+
 def raise_for_status(engine: Engine, response: aiohttp.ClientResponse, content: bytes) -> None:
-    """Pass a client's error on as the engine worded it; turn an engine's error into 502 that names the engine.
+    """Pass a client's error on as the engine worded it; turn an engine's, or a redirection, into 502 that names it.
 
     An engine that takes no requests now (503, with or without a time to come back) is 503 here too.
     """
     status = response.status
-    if status < 400:
+    if status < 300:
         return
     retry_after_s = _retry_after_s(response)
     try:
-        body = msgspec.json.decode(content)
+        body = read_json(content)
         message = str(body["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
         body, message = None, content[:_SHOWN_NCHARS].decode(errors="replace")
-    if status < 500:
+    if 400 <= status < 500:
         error = bad_request(message, status=status)
         error.retry_after_s = retry_after_s
         if body is not None:

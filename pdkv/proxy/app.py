@@ -186,10 +186,16 @@ class Proxy:
 
 
 def forwarded_headers(request: Request) -> dict[str, str]:
-    """The headers that engines get from the client: its credentials, for engines that run with an API key."""
+    """The headers that engines get from the client: its credentials, for engines that run with an API key.
+
+    Raises:
+        ApiError: 400 where the credentials hold control characters, which no HTTP client would send on.
+    """
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-    if "authorization" in request.headers:
-        headers["Authorization"] = request.headers["authorization"]
+    if (credentials := request.headers.get("authorization")) is not None:
+        if any(c < " " or c == "\x7f" for c in credentials):
+            raise bad_request("the header Authorization holds a control character; send the key as it was given out.")
+        headers["Authorization"] = credentials
     return headers
 
 

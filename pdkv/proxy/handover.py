@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from pdkv.proxy import request as legs
-from pdkv.proxy.answers import raise_for_status
+from pdkv.proxy.answers import raise_for_status, read_json
 from pdkv.proxy.errors import ApiError, engine_error
 from pdkv.proxy.upstream import Engine
 
@@ -54,7 +54,7 @@ class PrefillLeg:
             content = await response.read()
             raise_for_status(engine, response, content)
             try:
-                answer = msgspec.json.decode(content)
+                answer = read_json(content)
             except msgspec.DecodeError as error:
                 raise engine_error(502, f"the prefill engine's answer is not valid JSON: {error}") from error
         return legs.transfer_params(answer)

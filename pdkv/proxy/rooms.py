@@ -15,7 +15,7 @@ from collections import deque
 
 import msgspec
 
-from pdkv.proxy.answers import raise_for_status
+from pdkv.proxy.answers import raise_for_status, read_json
 from pdkv.proxy.errors import DOWN_RETRY_S, ApiError, engine_error
 from pdkv.proxy.upstream import PROBE_TIMEOUT_S, Engine
 
@@ -92,7 +92,7 @@ class DecodeRoom:
                     self._has_no_limit()
                 else:
                     raise_for_status(self.engine, response, content)
-                    self.report = msgspec.json.decode(content, type=Report)
+                    self.report = read_json(content, Report)
             self.failure = None
         except msgspec.DecodeError as error:
             self.failure = engine_error(503, f"{self.engine.name} says of its room what cannot be read: {error}")

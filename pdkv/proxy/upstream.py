@@ -54,7 +54,10 @@ class Engine:
         timeout_s = timeout_s or self.timeout_s
         data = None if body is None else msgspec.json.encode(body)
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, CONNECT_TIMEOUT_S))
-        send = self._session.request(method, self.url + path, data=data, headers=headers, timeout=timeout)
+        # An engine sends nobody elsewhere: what answers so is none, and a POST that followed would arrive as a GET.
+        send = self._session.request(
+            method, self.url + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
+        )
         self.active += 1
         try:
             with self.failures(timeout_s):

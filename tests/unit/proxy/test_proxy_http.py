@@ -194,6 +194,43 @@ def test_a_clients_mistake_is_passed_on_as_the_engine_words_it():
     assert (status, body) == (404, said)
 
 
+def answering(status: int = 200, text: str = "", headers: dict[str, str] | None = None) -> FakeEngine:
+    """An engine that says this, whatever it is asked."""
+
+    async def answer(request: web.Request, body: dict[str, Any]) -> web.Response:
+        return web.Response(status=status, text=text, headers=headers, content_type="application/json")
+
+    return FakeEngine(answer)
+
+
+def test_an_answer_of_prefill_that_is_nested_too_deeply_to_be_read_is_502():
+    decode = engine(ANSWER)
+    with running(answering(text="[" * 200_000), decode) as url:
+        status, _, body = post(f"{url}/v1/completions", {"prompt": "a"})
+    assert (status, decode.bodies) == (502, [])
+    assert "the prefill engine's answer is not valid JSON" in body["error"]["message"]
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_engine_that_sends_the_proxy_elsewhere_is_502_and_nobody_is_asked_there(side):
+    other = engine(ANSWER)
+    with running(other, engine(ANSWER)):
+        lost = answering(307, headers={"Location": f"{other.url}/v1/completions"})
+        engines = (lost, engine(ANSWER)) if side == "prefill" else (prefill_engine(), lost)
+        with running(*engines) as url:
+            status, _, body = post(f"{url}/v1/completions", {"prompt": "a"})
+    assert (status, other.bodies) == (502, [])
+    assert f"the {side} engine answered 307" in body["error"]["message"]
+
+
+def test_credentials_that_no_header_may_hold_are_400_and_no_engine_is_asked():
+    prefill, decode = prefill_engine(), engine(ANSWER)
+    with running(prefill, decode) as url:
+        status, _, body = post(f"{url}/v1/completions", {"prompt": "a"}, {"Authorization": "Bearer a\x7fb"})
+    assert (status, prefill.bodies, decode.bodies) == (400, [], [])
+    assert "Authorization holds a control character" in body["error"]["message"]
+
+
 def test_invalid_json_is_400_in_openais_format():
     with running(prefill_engine(), engine(ANSWER)) as url:
         status, _, body = post(f"{url}/v1/completions", b"{not json")

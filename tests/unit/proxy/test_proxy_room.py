@@ -205,6 +205,18 @@ def test_a_decode_engine_that_is_asleep_is_503_in_its_own_words_and_no_prefill_w
     assert prefill.bodies == []
 
 
+def test_a_decode_engine_whose_room_cannot_be_read_is_503_and_no_prefill_work_is_spent():
+    async def nested(request: web.Request) -> web.Response:
+        return web.Response(text='{"free": 3, "more": ' + "[" * 200_000, content_type="application/json")
+
+    prefill, decode = prefill_engine(), decode_engine(3)
+    decode.tell_room = nested  # type: ignore[method-assign]
+    with running(prefill, decode) as url:
+        status, _, body = ask(url)
+    assert (status, prefill.bodies) == (503, [])
+    assert "says of its room what cannot be read" in body["error"]["message"]
+
+
 def test_decodes_own_refusal_reaches_the_client_with_its_time_to_come_back():
     async def refuse(request: web.Request, body: dict[str, Any]) -> web.Response:
         error = {"message": "decode has no room", "type": "no_room", "code": 503}
