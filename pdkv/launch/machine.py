@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,6 +17,11 @@ from pdkv.sockets import bind, describe_bind_failure
 #: Of the host's or card's memory, what the engines of one deployment may use together; the rest is left to others.
 SHARED_MEMORY = 0.8
 UTILIZATION_VARIABLE = "PDKV_MEMORY_UTILIZATION"
+#: The connector of pdkv's own protocol, which alone takes the launcher's options for keys and peers.
+SESSION_CONNECTOR = "pdkv"
+# As vLLM reads VLLM_CPU_OMP_THREADS_BIND: one list for each rank, 4 digits being more CPUs than a machine has.
+_CPU_LIST = r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*"
+_CPU_LISTS = re.compile(rf"{_CPU_LIST}(\|{_CPU_LIST})*", re.ASCII)
 NVIDIA_DEVICE_NODE = Path("/dev/nvidiactl")  # made by the driver for every process that may use a GPU
 
 _picked: set[int] = set()
@@ -119,7 +125,7 @@ def resolve(engine: EngineSettings) -> EngineSettings:
     """The settings with every choice made: device, port, side-channel address and port. Checks model and ports.
 
     Raises:
-        ConfigError: the model folder is wrong, or a port is taken.
+        ConfigError: the model folder is wrong, a port is taken, a CPU is not there, or the side channel cannot work.
     """
     check_model(engine.model)
     side_host = engine.side_channel_host or engine.host
@@ -130,7 +136,7 @@ def resolve(engine: EngineSettings) -> EngineSettings:
         if port:
             check_port(host, port, option)
     port, side_port = pick_free_ports([engine.host, side_host])
-    return replace(
+    resolved = replace(
         engine,
         model=engine.model.resolve(),
         device=resolve_device(engine.device),
@@ -138,3 +144,37 @@ def resolve(engine: EngineSettings) -> EngineSettings:
         side_channel_host=side_host,
         side_channel_port=engine.side_channel_port or side_port,
     )
+    check_cpus(resolved)
+    check_side_channel(resolved)
+    return resolved
+
+
+def check_cpus(engine: EngineSettings) -> None:
+    """Refuse a CPU list that vLLM cannot read, and CPUs that are not there, which it would take and bind nothing to."""
+    if engine.device != "cpu" or engine.cpus in (None, "auto", "nobind"):
+        return
+    if not _CPU_LISTS.fullmatch(engine.cpus or ""):
+        raise ConfigError(f"cpus {engine.cpus!r} is no list of CPUs; write one like 0-3 or 0,2, or nobind.")
+    allowed = os.sched_getaffinity(0)
+    for part in re.split("[,|]", engine.cpus or ""):
+        first, _, last = part.partition("-")
+        for cpu in (first, last or first):
+            if int(cpu) not in allowed:
+                named = ",".join(map(str, sorted(allowed)))
+                raise ConfigError(f"cpus {engine.cpus!r} names CPU {cpu}; this process may use {named}.")
+
+
+def check_side_channel(engine: EngineSettings) -> None:
+    """Refuse keys and peers that the engine itself would refuse a minute later, when its model is loaded."""
+    if engine.kind != "pdkv" or engine.connector != SESSION_CONNECTOR:
+        return
+    from pdkv.transfer.sidechannel import SideChannelSettings
+
+    host = f"[{engine.side_channel_host}]" if ":" in str(engine.side_channel_host) else engine.side_channel_host
+    SideChannelSettings.from_values(
+        bind=f"{host}:{engine.side_channel_port}",
+        peers=",".join(engine.side_channel_peers),
+        peers_file=engine.side_channel_peers_file or "",
+        key_file=engine.side_channel_key_file or "",
+        insecure=engine.insecure_side_channel,
+    ).require_consistent()
