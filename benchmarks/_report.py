@@ -23,6 +23,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from pdkv.arguments import check_writable
+from pdkv.errors import ConfigError
+
 PACKAGES = (
     "torch",
     "triton",
@@ -153,11 +156,21 @@ def headline(title: str) -> str:
     )
 
 
+def output_file(text: str) -> Path:
+    """An argument that names a file to be written at the end; one that cannot be is refused at the beginning."""
+    path = Path(text)
+    try:
+        check_writable("the file", path)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return path
+
+
 def add_report_options(parser: argparse.ArgumentParser) -> None:
     """``--json``, ``--png`` and ``--quick``, alike in all benchmarks."""
     parser.add_argument("--quick", action="store_true", help="smaller and fewer repeats: shows that it runs, not more")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report there")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the results there (needs matplotlib)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the whole report there")
+    parser.add_argument("--png", type=output_file, metavar="FILE", help="draw the results there (needs matplotlib)")
 
 
 def write_json(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _report import write_json
+from _report import output_file, write_json
 
 ROOT = Path(__file__).parents[1]
 
@@ -172,7 +172,7 @@ def selected(only: str | None) -> list[Step]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write all results to this file")
+    parser.add_argument("--json", type=output_file, help="write all results to this file")
     parser.add_argument("--only", help="steps to run, separated by commas")
     parser.add_argument("--list", action="store_true", help="list the steps and their deadlines, and stop")
     parser.add_argument("--logs", type=Path, help="keep each step's output in this folder")

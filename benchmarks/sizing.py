@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from _report import format_nbytes, headline, table, write_json
+from _report import format_nbytes, headline, output_file, table, write_json
 
 from pdkv.errors import HarnessError, PdkvError
 from pdkv.harness.client import ask_all
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL)
     parser.add_argument("--budget", type=parse_nbytes, default=3 << 30, metavar="SIZE", help="(3GiB)")
     parser.add_argument("--margin", type=parse_nbytes, default=64 << 20, metavar="SIZE", help="pdkv's (64MiB)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report there")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the whole report there")
     options = parser.parse_args(argv)
     common = {**COMMON, "model": options.model}
     share = FIXED_UTILIZATION * options.budget / node_bytes()

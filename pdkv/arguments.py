@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
+from pathlib import Path
 from typing import NoReturn
 
 from pdkv.errors import ConfigError
@@ -19,3 +22,22 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help.")
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Refuse a file that could not be written when a run of minutes is over. A missing folder is made now.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not os.access(path.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{option} {str(path)!r} cannot be written ({reason}); name another file.") from error

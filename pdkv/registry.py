@@ -94,4 +94,6 @@ def _load_transport(point: EntryPoint) -> Callable[[], Transport]:
         make: Callable[[], Transport] = point.load()
     except ImportError as error:
         raise TransportError(f"the transport {point.name!r} needs something that is not installed: {error}.") from error
+    except AttributeError as error:
+        raise TransportError(f"the transport {point.name!r} is not there: {error}; correct its name.") from error
     return make

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import errno
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pdkv.arguments import ArgumentParser
+from pdkv.arguments import ArgumentParser, check_writable
 from pdkv.errors import ConfigError
 from pdkv.harness.engines import EngineOptions, RequestOptions
 from pdkv.harness.prompts import STYLES
@@ -99,7 +97,7 @@ def check_questions(a: argparse.Namespace) -> None:
         value = getattr(a, name)
         if value is not None and not value > 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
-    _check_writable("--report", a.report)
+    check_writable("--report", a.report)
 
 
 def few_shot_of(a: argparse.Namespace) -> Path:
@@ -144,7 +142,7 @@ def parse(argv: Sequence[str]) -> Options:
     a = parser().parse_args(arguments[:split])
     check_questions(a)
     _check_sides(a)
-    _check_writable("--save-reference", a.save_reference)
+    check_writable("--save-reference", a.save_reference)
     return Options(
         data=a.data,
         few_shot=few_shot_of(a),
@@ -169,6 +167,11 @@ def _check_sides(a: argparse.Namespace) -> None:
     if a.save_reference and a.load_reference:
         raise ConfigError("--save-reference and --load-reference exclude each other; give one of them.")
     if a.model:
+        if a.max_tokens >= a.max_model_len:
+            raise ConfigError(
+                f"--max-tokens {a.max_tokens} leaves no room for a prompt in --max-model-len {a.max_model_len}; lower "
+                "the first or raise the second."
+            )
         if a.status_dir or a.tokens_only:
             raise ConfigError("--status-dir and --tokens-only are for running servers; leave them out with --model.")
         return
@@ -199,21 +202,6 @@ def _engine(a: argparse.Namespace, extra_args: tuple[str, ...]) -> EngineOptions
         corrupt_received_kv=a.corrupt_received_kv,
         extra_args=extra_args,
     )
-
-
-def _check_writable(option: str, path: Path | None) -> None:
-    """Refuse a file that cannot be written. A missing folder is made now."""
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if not os.access(path.parent, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{option} {str(path)!r} cannot be written ({reason}); name another file.") from error
 
 
 def _url(text: str | None) -> str | None:

@@ -47,7 +47,10 @@ def allow(peers_file: Path, public_key: str, name: str, address: str | None) -> 
     key = parse_key(_read(public_key) if os.path.exists(public_key) else public_key)
     if not name or name.split() != [name]:
         raise ConfigError(f"the peer's name is {name!r}; give one word.")
-    words = [key.hex(), name] + ([str(Address.parse(address))] if address else [])
+    listens = Address.parse(address) if address else None
+    if listens is not None and listens.port == 0:
+        raise ConfigError(f"the peer's address is {address}; give the port that it published, 0 is none.")
+    words = [key.hex(), name] + ([str(listens)] if listens is not None else [])
     known = read_peers(peers_file) if peers_file.exists() else ()
     if any(entry.name == name or entry.public_key == key for entry in known):
         raise ConfigError(f"{peers_file} has a peer with this name or this key already; edit its line.")

@@ -1,20 +1,34 @@
-"""``python -m pdkv.testing.faults``: random schedules under faults. Exit status 0 only if nothing was wrong."""
+"""``python -m pdkv.testing.faults``: random schedules under faults.
+
+Exit codes: 0 nothing was wrong; 1 something was; 2 an option is wrong.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
 
-from pdkv.errors import PdkvError
+from pdkv.arguments import ArgumentParser
+from pdkv.errors import ConfigError, PdkvError
 from pdkv.testing.faults.soak import Totals, soak
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, and say by the exit status whether all was well."""
-    parser = argparse.ArgumentParser(prog="python -m pdkv.testing.faults", description=__doc__)
+    try:
+        options = _parse(arguments)
+        return _processes(options) if options.processes else _simulation(options)
+    except PdkvError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = ArgumentParser(prog="python -m pdkv.testing.faults", description=__doc__)
     parser.add_argument("--minutes", type=float, default=None, help="how long to run (default 1, if no --schedules)")
     parser.add_argument("--schedules", type=int, default=None, help="how many schedules to run")
     parser.add_argument("--seed", type=int, default=0, help="which schedules; the same seed gives the same ones")
@@ -22,13 +36,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", action="store_true", help="real processes in the place of the simulation")
     parser.add_argument("--transport", default="nixl", help="theirs, by its name in pdkv.transports (default nixl)")
     options = parser.parse_args(arguments)
-    if options.processes:
-        return _processes(options)
+    for name, is_allowed in (
+        ("minutes", options.minutes is None or 0 < options.minutes < math.inf),
+        ("schedules", options.schedules is None or options.schedules > 0),
+        ("seed", options.seed >= 0),
+    ):
+        if not is_allowed:
+            least = "of at least 0" if name == "seed" else "above 0"
+            raise ConfigError(f"--{name} is {getattr(options, name)}; give a number {least}.")
+    return options
+
+
+def _simulation(options: argparse.Namespace) -> int:
     minutes = options.minutes
     if minutes is None:
-        minutes = 1.0 if options.schedules is None else float("inf")
-    if minutes <= 0 or options.seed < 0 or (options.schedules is not None and options.schedules < 1):
-        parser.error("--minutes and --schedules must be above 0, and --seed at least 0")
+        minutes = 1.0 if options.schedules is None else math.inf
     begin, cpu_begin = time.monotonic(), time.process_time()
     totals = soak(options.seed, seconds=minutes * 60, schedules=options.schedules)
     seconds, cpu_seconds = time.monotonic() - begin, time.process_time() - cpu_begin
@@ -42,11 +64,7 @@ def _processes(options: argparse.Namespace) -> int:
     from pdkv.testing.faults.processes import run_processes
 
     begin = time.monotonic()
-    try:
-        totals = run_processes(options.transport, seed=options.seed, seconds=60 * (options.minutes or 0.0))
-    except PdkvError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    totals = run_processes(options.transport, seed=options.seed, seconds=60 * (options.minutes or 0.0))
     found = totals.as_dict(time.monotonic() - begin)
     print(json.dumps(found) if options.json else found)
     return 0 if totals.is_good else 1

@@ -97,3 +97,15 @@ def test_a_public_key_is_added_to_a_peers_file_once(tmp_path: Path, capsys: pyte
 def test_a_wrong_command_line_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert capsys.readouterr().err.startswith("pdkv.keys: error: ")
+
+
+def test_a_peers_address_with_no_port_is_refused_when_it_is_written_and_not_when_it_is_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_key_pair(tmp_path / "p.key")
+    allow = ["allow", str(tmp_path / "peers"), str(tmp_path / "p.key.pub"), "--name", "p", "--address"]
+    assert main([*allow, "10.0.0.7:0"]) == 2
+    assert "give the port that it published" in capsys.readouterr().err
+    assert not (tmp_path / "peers").exists()
+    assert main([*allow, "10.0.0.7:5600"]) == 0
+    assert str(read_peers(tmp_path / "peers")[0].address) == "10.0.0.7:5600"
