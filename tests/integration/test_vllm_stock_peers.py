@@ -62,6 +62,26 @@ def test_pdkv_decodes_what_a_stock_engine_has_prefilled(engines: tuple[EnginePro
     assert tokens == [answer["tokens"] for answer in stock.generate(PROMPTS, MAX_TOKENS)]
 
 
+def test_a_push_may_be_registered_before_prefill_has_seen_the_request(
+    engines: tuple[EngineProcess, EngineProcess], request: pytest.FixtureRequest
+) -> None:
+    """By whoever routes and names requests itself, with parameters of the stock form, which hold no seal of prefill."""
+    if "Push" not in request.node.name:
+        pytest.skip("a pull begins with what prefill has answered")
+    for prefill, decode in (engines, engines[::-1]):
+        first_id = next(_ids)
+        (first,) = prefill.generate([[7, 8, 9]], 1, [dict(ASK)], first_id)
+        known = {key: value for key, value in first["transfer"].items() if key != "pdkv"}
+        decode.generate([[7, 8, 9]], 1, [first["transfer"]], first_id)
+        early = {**known, "remote_request_id": str(first_id + 1), "remote_block_ids": None}
+        decode.ask("submit", request_id=str(first_id + 1), prompt=PROMPTS[-1], max_tokens=MAX_TOKENS, transfer=early)
+        assert decode.ask("outcome", request_id=str(first_id + 1), within_s=1) is None
+        prefill.generate(PROMPTS[-1:], 1, [dict(ASK)], first_id + 1)
+        outcome = decode.ask("outcome", request_id=str(first_id + 1), within_s=30)
+        assert outcome is not None
+        assert outcome["tokens"] == prefill.generate(PROMPTS[-1:], MAX_TOKENS)[0]["tokens"]
+
+
 def test_a_stock_decode_that_never_asks_leaves_a_lease_that_runs_out(
     engines: tuple[EngineProcess, EngineProcess],
 ) -> None:
