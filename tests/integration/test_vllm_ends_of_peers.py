@@ -23,7 +23,9 @@ def test_small_pools_misfits_and_dead_peers(model: Path, tmp_path: Path) -> None
         preempted_requests_read_their_kv_again_while_its_lease_is_held(pair)
         for other in ({"block_size": 64}, {"dtype": "bfloat16"}):
             a_misfit_recomputes_its_requests_and_disturbs_nobody(pair, model, tmp_path, other)
-        a_dead_decode_leaves_its_leases_to_run_out(pair, model, tmp_path)
+        a_decode_without_a_lease_computes_preempted_requests_and_a_dead_one_leaves_its_leases_to_run_out(
+            pair, model, tmp_path
+        )
         a_dead_prefill_fails_its_requests_and_no_others(pair)
 
 
@@ -51,6 +53,20 @@ def preempted_requests_read_their_kv_again_while_its_lease_is_held(pair: Pair) -
     assert {outcome["reason"] for outcome in found} == {"length"}
 
 
+def preempted_requests_without_a_lease_are_computed_again_and_counted(pair: Pair) -> None:
+    prompts = [pair.prompt(9 * BLOCK) for _ in range(2)]
+    transfers = [pair.prefilled(prompt) for prompt in prompts]
+    ids = [pair.submitted(prompt, transfer, 120) for prompt, transfer in zip(prompts, transfers, strict=True)]
+    found = [pair.outcome(request_id, 120) for request_id in ids]
+    assert {outcome["reason"] for outcome in found} == {"length"}
+    counts = pair.counts("decode")
+    assert counts["preempted_without_lease"] > 0
+    assert counts.get("read_again", 0) == 0
+    assert pair.decode.ask("facts")["counts"]["recomputed_tokens"] >= 9 * BLOCK - 1
+    assert pair.both_are_free()
+    assert [outcome["tokens"][:MAX_TOKENS] for outcome in found] == [pair.alone(prompt) for prompt in prompts]
+
+
 def a_misfit_recomputes_its_requests_and_disturbs_nobody(
     pair: Pair, model: Path, folder: Path, option: dict[str, Any]
 ) -> None:
@@ -67,11 +83,16 @@ def a_misfit_recomputes_its_requests_and_disturbs_nobody(
     assert pair.until("prefill", "held_requests", value=0, timeout_s=2 * LEASE_S)
 
 
-def a_dead_decode_leaves_its_leases_to_run_out(pair: Pair, model: Path, folder: Path) -> None:
+def a_decode_without_a_lease_computes_preempted_requests_and_a_dead_one_leaves_its_leases_to_run_out(
+    pair: Pair, model: Path, folder: Path
+) -> None:
+    # Without a prefix cache, which would still have the prompts of preempted requests.
+    small = {"kv_cache_memory_bytes": 24 * KV_BYTES_PER_BLOCK, "enable_prefix_caching": False}
     config = nixl_connector("kv_consumer", kv_connector_extra_config=TIMES)
-    with EngineProcess(model, folder / "dies.log", **GROWABLE, **config) as dies:
+    with EngineProcess(model, folder / "dies.log", **GROWABLE, **small, **config) as dies:
         dies.wait_ready()
         other = Pair(pair.prefill, dies, "Pull")
+        preempted_requests_without_a_lease_are_computed_again_and_counted(other)
         prompt = pair.prompt(2 * BLOCK)
         transfer = other.prefilled(prompt)
         dies.ask("hold_transfers", held=True)
