@@ -110,11 +110,15 @@ class SleepAnswers:
 
 
 def _level_of_abort(path: str, scope: Scope) -> int | None:
-    """The level of a sleep whose caller has written ``mode=abort``, vLLM's default, and so means leases too."""
+    """The level of a sleep whose caller has written ``mode=abort``, vLLM's default, and so means leases too.
+
+    None for all other calls, and where vLLM does not offer the endpoint: it is not for us to open it.
+    """
     query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
     level = query.get("level", ["1"])[-1]
-    aborts = path == SLEEP_PATH and query.get("mode", [""])[-1] == "abort"
-    return int(level) if aborts and level in ("1", "2") else None
+    aborts = path == SLEEP_PATH and query.get("mode", [""])[-1] == "abort" and level in ("1", "2")
+    offered = aborts and any(getattr(route, "path", None) == SLEEP_PATH for route in scope["app"].routes)
+    return int(level) if offered else None
 
 
 def answer_for(path: str, text: str) -> JSONResponse | None:

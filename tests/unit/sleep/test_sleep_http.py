@@ -215,3 +215,10 @@ def test_leases_that_could_not_be_ended_in_time_answer_409_with_the_holders(clie
     engine.fails = RuntimeError(with_holders("the engine could not sleep within 3 s.", ["a", "b"]))
     answer = client.post("/sleep?mode=abort")
     assert (answer.status_code, answer.json()["error"]["holders"]) == (409, ["a", "b"])
+
+
+def test_mode_abort_opens_no_endpoint_that_vllm_does_not_offer(engine: Engine) -> None:
+    app = Starlette(routes=[], middleware=[Middleware(SleepAnswers)])
+    app.state.engine_client = engine
+    assert TestClient(app).post("/sleep?mode=abort").status_code == 404
+    assert engine.slept == []
