@@ -417,6 +417,7 @@ def test_a_lease_of_no_one_comes_back_by_itself(pd: PD) -> None:
     [
         ({"pdkv_transport": "carrier-pigeon"}, "no transport 'carrier-pigeon'"),
         ({"pdkv_hold_s": "soon"}, "pdkv_hold_s must be a number"),
+        ({"pdkv_holds_s": 3}, "pdkv_holds_s, which this connector does not know"),
         ({"pdkv_insecure": "perhaps"}, "must be 0 or 1"),
         ({"pdkv_side_channel": "0.0.0.0:5600"}, "can be reached from other machines"),
     ],

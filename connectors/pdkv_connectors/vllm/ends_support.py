@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 from pdkv.errors import ConfigError
 from pdkv.transfer import Compatibility, ConsumerSettings, Descriptor, LeaseSettings, QuarantineSettings
 from pdkv_connectors.vllm.ends import WorkerEnds
+from pdkv_connectors.vllm.settings import require_known
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,10 +41,11 @@ def consumer_settings(vllm_config: VllmConfig, mode: str) -> ConsumerSettings:
     """Decode's settings from ``--kv-transfer-config``.
 
     Raises:
-        ConfigError: a time is not a positive number.
+        ConfigError: a time is not a positive number, or a setting is not known.
     """
     transfer = vllm_config.kv_transfer_config
     extra = transfer.kv_connector_extra_config or {}
+    require_known(extra, SETTINGS)
     times = {key: extra[key] for key in SETTINGS if key in extra}
     for key, value in times.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 86_400:

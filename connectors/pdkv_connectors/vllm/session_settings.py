@@ -32,11 +32,29 @@ from pdkv.errors import ConfigError
 from pdkv.registry import transport_names
 from pdkv.transfer import ConsumerSettings, QuarantineSettings, SessionSettings
 from pdkv.transfer.sidechannel import SideChannelSettings
+from pdkv_connectors.vllm.settings import require_known
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+#: Name, key, environment variable, default.
+_TEXTS = (
+    ("transport", "pdkv_transport", "PDKV_TRANSPORT", "auto"),
+    ("bind", "pdkv_side_channel", "PDKV_SIDE_CHANNEL", "127.0.0.1:0"),
+    ("peers", "pdkv_side_channel_peers", "PDKV_SIDE_CHANNEL_PEERS", ""),
+    ("peers_file", "pdkv_peers_file", "PDKV_PEERS_FILE", ""),
+    ("key_file", "pdkv_key_file", "PDKV_KEY_FILE", ""),
+    ("insecure", "pdkv_insecure", "PDKV_INSECURE_SIDE_CHANNEL", "0"),
+)
 _TIMES = ("wait_s", "transfer_s", "silence_s", "hold_s")
+_KNOWN = frozenset(
+    (
+        *(key for _, key, _, _ in _TEXTS),
+        *(f"pdkv_{name}" for name in _TIMES),
+        "pdkv_rebuild_after_s",
+        "pdkv_max_waiting",
+    )
+)
 _LONGEST_S = 86_400.0
 
 
@@ -53,20 +71,13 @@ class ConnectorSettings:
         """Read and check everything.
 
         Raises:
-            ConfigError: a value is not valid, or two contradict each other.
+            ConfigError: a value is not valid, two contradict each other, or a setting is not known.
         """
         transfer = vllm_config.kv_transfer_config
         extra: dict[str, Any] = transfer.kv_connector_extra_config or {}
+        require_known(extra, _KNOWN)
         given = {
-            name: str(extra.get(key, environment.get(variable, default)))
-            for name, key, variable, default in (
-                ("transport", "pdkv_transport", "PDKV_TRANSPORT", "auto"),
-                ("bind", "pdkv_side_channel", "PDKV_SIDE_CHANNEL", "127.0.0.1:0"),
-                ("peers", "pdkv_side_channel_peers", "PDKV_SIDE_CHANNEL_PEERS", ""),
-                ("peers_file", "pdkv_peers_file", "PDKV_PEERS_FILE", ""),
-                ("key_file", "pdkv_key_file", "PDKV_KEY_FILE", ""),
-                ("insecure", "pdkv_insecure", "PDKV_INSECURE_SIDE_CHANNEL", "0"),
-            )
+            name: str(extra.get(key, environment.get(variable, default))) for name, key, variable, default in _TEXTS
         }
         side_channel = SideChannelSettings.from_values(
             bind=given["bind"],

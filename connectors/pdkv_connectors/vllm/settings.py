@@ -25,10 +25,10 @@ it has received. It is announced loudly in the log.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pdkv.errors import ConfigError
 from pdkv.kvcache.sizing_constants import check_utilization
@@ -124,3 +124,20 @@ def _positive(environment: Mapping[str, str], name: str) -> int | None:
     if not text.isascii() or not text.isdigit() or len(text) > 18 or int(text) == 0:
         raise ConfigError(f"{name} must be a whole number of at least 1, found {text!r}; correct it or unset it.")
     return int(text)
+
+
+def require_known(extra: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuse a setting of pdkv's that nobody reads: one that is misspelt would have no effect, and say nothing.
+
+    Args:
+        extra: ``kv_connector_extra_config``; keys without ``pdkv_`` are vLLM's.
+
+    Raises:
+        ConfigError: names what is unknown, and what is known.
+    """
+    unknown = sorted(str(key) for key in extra if str(key).startswith("pdkv_") and key not in known)
+    if unknown:
+        raise ConfigError(
+            f"kv_connector_extra_config has {', '.join(unknown)}, which this connector does not know; it knows "
+            f"{', '.join(sorted(known))}."
+        )
