@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 import subprocess
 import sys
@@ -24,7 +25,8 @@ from pdkv.transfer.geometry import ByteRange
 from pdkv.transfer.messages import EngineRef
 from pdkv.transfer.transport import TransferState
 
-pytest.importorskip("ucxx", reason="ucxx is not installed; make test installs it")
+if importlib.util.find_spec("ucxx") is None:  # importing it here would change UCX's settings for all other tests
+    pytest.skip("ucxx is not installed; make test installs it", allow_module_level=True)
 
 from pdkv_connectors.ucx import api
 from pdkv_connectors.ucx.memory import DIRECT_NBYTES, PACKED_NBYTES, Memory, parts_of
@@ -239,3 +241,15 @@ def test_ucx_py_is_taken_where_only_it_is_there(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "ucp", None)
     with pytest.raises(TransportError, match=r"pip install pdkv\[ucx\]"):
         api.find_ucx()
+
+
+def test_ucx_settings_of_ucxx_reach_neither_other_libraries_nor_child_processes() -> None:
+    program = (
+        "import os; before = dict(os.environ)\n"
+        "from pdkv_connectors.ucx.transport import UcxTransport\n"
+        "transport = UcxTransport()\n"
+        "changed = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}\n"
+        "print(sorted(changed)); transport.close()"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout.splitlines()[-1] == "[]"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from pdkv.errors import PdkvError, TransportError
+from pdkv_connectors.environment import environment
 
 #: NIXL's kind of memory by the name of pdkv's driver.
 MEMORY = {"host": "DRAM", "cuda": "VRAM", "hip": "VRAM"}
@@ -56,15 +56,3 @@ def destroy_agent(holder: list[Any]) -> None:
     """
     holder.clear()
     gc.collect()
-
-
-@contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables that hold while the block runs; those that the user has set are left alone."""
-    added = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)

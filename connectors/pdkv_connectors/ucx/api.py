@@ -2,6 +2,10 @@
 
 ucx-py (`ucp`) was retired in favour of ucxx; its packages of 0.45 and later are stubs whose build needs a package that
 indexes do not have. Who has an old one installed can go on with it.
+
+Importing ucxx sets ``UCX_RNDV_THRESH=8192`` and more in the environment of the process, for every library on UCX and for
+child processes. With it NIXL's UCX ends a process whose peer dies while it is written to (SIGABRT in
+`ucp_request.inl`). So these settings are kept for ucxx's own start.
 """
 
 from __future__ import annotations
@@ -11,6 +15,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pdkv.errors import TransportError
+from pdkv_connectors.environment import environment, variables_kept_for_later
+
+_own_variables: dict[str, str] = {}  # what ucxx wants to be set, from its import on
 
 
 def find_ucx() -> Any:
@@ -22,7 +29,8 @@ def find_ucx() -> Any:
     problems = []
     for name in ("ucxx", "ucp"):
         try:
-            return importlib.import_module(name)
+            with variables_kept_for_later("UCX_", _own_variables):
+                return importlib.import_module(name)
         except Exception as error:  # a library that it needs may be missing or refuse to load, each in its own way
             problems.append(f"{name}: {type(error).__name__}: {error}")
     raise TransportError(f"the ucx transport needs ucxx; `pip install pdkv[ucx]` ({'; '.join(problems)}).")
@@ -34,7 +42,8 @@ def start_ucx(ucx: Any, options: Mapping[str, str]) -> None:
         how: dict[str, Any] = {"progress_mode": "thread", "enable_python_future": True}
     else:
         how = {"blocking_progress_mode": True}
-    ucx.init(dict(options), env_takes_precedence=True, **how)
+    with environment(_own_variables):
+        ucx.init(dict(options), env_takes_precedence=True, **how)
 
 
 def describe_ucx(ucx: Any) -> dict[str, Any]:
