@@ -3,8 +3,8 @@
 ucx-py (`ucp`) was retired in favour of ucxx; its packages of 0.45 and later are stubs whose build needs a package that
 indexes do not have. Who has an old one installed can go on with it.
 
-Importing ucxx sets ``UCX_RNDV_THRESH=8192`` and more in the environment of the process, for every library on UCX and for
-child processes. With it NIXL's UCX ends a process whose peer dies while it is written to (SIGABRT in
+Importing ucxx sets ``UCX_RNDV_THRESH=8192`` and more in the environment of the process, for every library on UCX and
+for child processes. With it NIXL's UCX ends a process whose peer dies while it is written to (SIGABRT in
 `ucp_request.inl`). So these settings are kept for ucxx's own start.
 """
 
