@@ -18,6 +18,7 @@ from pdkv.errors import TransportError
 from pdkv_connectors.environment import environment, variables_kept_for_later
 
 _own_variables: dict[str, str] = {}  # what ucxx wants to be set, from its import on
+_READ_AT_IMPORT = ("UCX_MEMTYPE_CACHE",)  # by libucs as it is loaded; set later, it is warned of as unused
 
 
 def find_ucx() -> Any:
@@ -42,7 +43,8 @@ def start_ucx(ucx: Any, options: Mapping[str, str]) -> None:
         how: dict[str, Any] = {"progress_mode": "thread", "enable_python_future": True}
     else:
         how = {"blocking_progress_mode": True}
-    with environment(_own_variables):
+    variables = {name: value for name, value in _own_variables.items() if name not in _READ_AT_IMPORT}
+    with environment(variables):
         ucx.init(dict(options), env_takes_precedence=True, **how)
 
 
