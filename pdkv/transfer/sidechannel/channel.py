@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import threading
 
 from pdkv.errors import StateError, TransportError
 from pdkv.transfer.clock import Clock, SystemClock
@@ -52,6 +53,7 @@ class SideChannel:
         self._loop = Loop(engine_id, settings, self._inbox, self._outgoing, clock or SystemClock(), self.counters)
         self._is_secured = settings.keys is not None
         self._closed = False
+        self._closing = threading.Lock()
         self._loop.start()
         try:
             #: Where it listens, with the real port; None where it only connects.
@@ -76,9 +78,15 @@ class SideChannel:
         return self._inbox.take(MAX_TAKEN)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until there is something to receive; False where there was nothing in time."""
+        """Wait until there is something to receive; False where there was nothing in time.
+
+        Raises:
+            StateError: closed, also while it waits.
+        """
         self._require_open()
-        return self._inbox.signal.wait(timeout_s)
+        found = self._inbox.signal.wait(timeout_s)
+        self._require_open()
+        return found
 
     def wait_for_peer(self, engine_id: str, timeout_s: float) -> bool:
         """Wait until an engine can be sent to; False where it could not be in time. Nobody has to."""
@@ -89,10 +97,11 @@ class SideChannel:
         return self._inbox.signal.fileno()
 
     def close(self, *, timeout_s: float = 2.0) -> None:
-        """Send what waits, as far as that goes at once, and let go of everything. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+        """Send what waits, as far as that goes at once, and let go of everything. Idempotent; from any thread."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
         self._loop.stop()
         self._loop.join(timeout_s)
         if self._loop.is_alive():
