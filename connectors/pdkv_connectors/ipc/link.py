@@ -29,6 +29,7 @@ class Link:
         self.lock = threading.RLock()
         self.memories = memories
         self.is_open = True
+        self._letting_go = threading.Lock()  # whoever comes second returns when all is let go of, not before
         self._peer = peer
         self._connection = connection
         self._drain: Callable[[], None] = lambda: None
@@ -116,12 +117,13 @@ class Link:
         self.close()
 
     def _let_go(self) -> None:
-        with self.lock:
-            was_open, self.is_open = self.is_open, False
-        if was_open:
-            self._drain()
-            for memory in self.memories.values():
-                memory.close()
+        with self._letting_go:
+            with self.lock:
+                was_open, self.is_open = self.is_open, False
+            if was_open:
+                self._drain()
+                for memory in self.memories.values():
+                    memory.close()
 
 
 def open_link(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.errors import ProtocolError
+from pdkv.errors import ProtocolError, TransportError
 from pdkv.kvcache.config import round_up
 from pdkv.memory import Piece, Reservation
 from pdkv_connectors.ipc.columns import Ids
@@ -38,6 +38,7 @@ class PageSums:
         self._geometry = geometry
         self._mover = mover
         self._lock = threading.Lock()
+        self._closed = False
         self._reservation = Reservation(cache.driver, round_up(sums_nbytes(geometry), cache.driver.granule))
         self._places = [[place for place in layer_places(geometry) if place.group == group] for group in self._groups]
         self._legs: list[list[SumLeg]] = []
@@ -62,12 +63,14 @@ class PageSums:
 
         Raises:
             ProtocolError: there is no such group or block.
+            TransportError: closed, also while it sums.
         """
         if not 0 <= group < len(self._places):
             raise ProtocolError(f"KV-cache group {group} was offered, but there are {len(self._places)}.")
         if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < self._geometry.num_blocks:
             raise ProtocolError(f"blocks were offered that are not among the {self._geometry.num_blocks} committed.")
         with self._lock:
+            self._require_open()
             if self._mover is not None:
                 return self._mover.start_sums([(self._legs[group], blocks)], after)
             for place in self._places[group]:
@@ -75,18 +78,26 @@ class PageSums:
             return None
 
     def is_done(self, work: CudaWork | None) -> bool:
-        """Whether what :meth:`start` began has ended."""
+        """Whether what :meth:`start` began has ended. Raises TransportError where this is closed."""
         if work is None:
             return True
         with self._lock:
+            self._require_open()
             return work.is_done()
 
     def close(self) -> None:
-        """Give the memory back. Idempotent."""
-        if self._mover is not None:
-            self._mover.free([leg for legs in self._legs for leg in legs])
-        self._legs = []
-        self._reservation.close()
+        """Give the memory back, when nothing sums any more: peers are answered by another thread. Idempotent."""
+        self._closed = True  # what sums on the host ends at its next step
+        with self._lock:
+            if self._mover is not None and self._legs:
+                self._mover.drain()
+                self._mover.free([leg for legs in self._legs for leg in legs])
+            self._legs = []
+            self._reservation.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise TransportError("the memory is being taken back, so its blocks are not summed; handshake again.")
 
     @property
     def _groups(self) -> range:
@@ -112,5 +123,6 @@ class PageSums:
         table = table.view(num_blocks, shape.num_heads, shape.granules)
         step = max(1, _STEP_NBYTES // shape.nbytes)
         for first in range(0, len(blocks), step):
+            self._require_open()
             now = torch.from_numpy(blocks[first : first + step].astype(np.int64))
             table[now] = torch.from_numpy(hash_granules(pages[now].numpy(), self._keys[shape]))

@@ -282,13 +282,14 @@ class IpcTransport(TransportBase[Route]):
 
     def _make_ready(self, group: int, blocks: Sequence[int]) -> None:
         """In the loop's thread: let all work of the device end, then sum the blocks."""
-        if self._movers:
-            self._movers[1].synchronize_device()
-        if self._sums is None:
+        movers, sums = self._movers, self._sums  # the engine's thread may take both away
+        if movers:
+            movers[1].synchronize_device()
+        if sums is None:
             return
-        work = self._sums.start(group, np.asarray(blocks, np.int32))
+        work = sums.start(group, np.asarray(blocks, np.int32))
         deadline = time.monotonic() + OFFER_TIMEOUT_S
-        while not self._sums.is_done(work):
+        while not sums.is_done(work):
             if time.monotonic() > deadline:
                 raise TransportError(f"{len(blocks)} blocks were not summed within {OFFER_TIMEOUT_S:g} s.")
 
