@@ -26,7 +26,8 @@ class Loop:
         self._tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._stopping = False
         self._over = False
-        self._over_lock = threading.Lock()  # no alarm is sent while the thread closes what it is sent on
+        # Held while the thread closes its sockets: nobody else closes one then, nor sends an alarm on one.
+        self._over_lock = threading.Lock()
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._run_tasks)
         self._thread = threading.Thread(target=self._run, name="pdkv-ipc", daemon=True)
         self._thread.start()
@@ -67,11 +68,11 @@ class Loop:
                     self._unregister(key.fileobj)  # type: ignore[arg-type]
         with self._over_lock:
             self._over = True
-        self._run_tasks()
-        for key in list(self._selector.get_map().values()):
-            self._unregister(key.fileobj)  # type: ignore[arg-type]
-        self._selector.close()
-        self._alarm.close()
+            self._run_tasks()
+            for key in list(self._selector.get_map().values()):
+                self._unregister(key.fileobj)  # type: ignore[arg-type]
+            self._selector.close()
+            self._alarm.close()
 
     def _run_tasks(self) -> None:
         with suppress(BlockingIOError):

@@ -60,3 +60,44 @@ def test_work_that_fails_does_not_hold_up_what_was_asked_for_after_it(caplog: py
     assert heard.wait(10)
     loop.stop()
     assert "ZeroDivisionError" in caplog.text
+
+
+class _Watched(socket.socket):
+    """Lets others go on, for a moment, between what the ending thread asks of it and what the thread then does."""
+
+    armed = False
+    asked, closed = threading.Event(), threading.Event()
+
+    def fileno(self) -> int:
+        number = super().fileno()
+        if self.armed and threading.current_thread().name == "pdkv-ipc" and not self.asked.is_set():
+            self.asked.set()
+            self.closed.wait(0.3)
+        return number
+
+
+def test_a_socket_that_another_closes_while_the_thread_ends_does_not_keep_it_from_closing_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: failed.append(arguments.exc_value))
+    loop, (ours, theirs) = Loop(), socket.socketpair()
+    registered, watched = threading.Event(), _Watched(fileno=ours.detach())
+    loop.add(watched, lambda: None)
+    loop._soon(registered.set)
+    assert registered.wait(10)
+    watched.armed = True
+
+    def close() -> None:
+        assert watched.asked.wait(10)
+        loop.close(watched)
+        watched.closed.set()
+
+    closer = threading.Thread(target=close)
+    closer.start()
+    loop.stop()
+    closer.join(10)
+
+    assert failed == []
+    assert (watched.fileno(), loop._alarm.fileno()) == (-1, -1)
+    theirs.close()
