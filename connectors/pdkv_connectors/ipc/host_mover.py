@@ -148,6 +148,7 @@ class HostCopy:
         """
         self._source, self._destination, self._sums = source, destination, sums
         self._copies = copies
+        self._as_is = copies is not None
         self._parts = self._every_part(jobs)
         #: What was found wrong, once there is something.
         self.problem = ""
@@ -162,8 +163,8 @@ class HostCopy:
         part = next(self._parts, None)
         if part is None:
             return True
-        leg, layer, ids, as_is = part
-        if as_is:
+        leg, layer, ids = part
+        if self._as_is:
             wrong = leg.verify(layer, self._destination.raw, self._sums, ids) if self._sums is not None else None
         else:
             wrong = leg.convert(layer, self._source.raw, self._destination.raw, self._sums, ids)
@@ -172,13 +173,12 @@ class HostCopy:
             return True
         return False
 
-    def _every_part(self, jobs: Sequence[tuple[HostLeg, Ids]]) -> Iterator[tuple[HostLeg, int, Ids, bool]]:
-        as_is = self._copies is not None
+    def _every_part(self, jobs: Sequence[tuple[HostLeg, Ids]]) -> Iterator[tuple[HostLeg, int, Ids]]:
         for leg, ids in jobs:
             step = units_in_step(leg.leg.plan)
             for layer in range(len(leg.leg.layers)):
                 for first in range(0, ids.shape[1], step):
-                    yield leg, layer, ids[:, first : first + step], as_is
+                    yield leg, layer, ids[:, first : first + step]
 
 
 class HostSide:

@@ -14,6 +14,7 @@ from pdkv.kvcache import AttentionSpec, GrowableKVCache, KVCacheConfig, KVCacheL
 from pdkv.memory import HostDriver
 from pdkv.transfer.messages import EngineRef
 from pdkv_connectors.ipc import BlockColumns, HeadSlice, IpcTransport
+from pdkv_connectors.ipc.host_mover import HostLeg
 
 pytestmark = pytest.mark.cpu
 
@@ -79,6 +80,20 @@ def test_block_sizes_and_layouts_are_converted(bench: Bench, there: int, here: i
         for from_, to in pairs:
             old[to] = wanted[from_]
         assert torch.equal(found, old)
+
+
+def test_blocks_that_fit_as_they_are_are_verified_where_they_arrived_and_not_copied_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for name in ("convert", "verify"):
+        stock = getattr(HostLeg, name)
+        monkeypatch.setattr(HostLeg, name, lambda *args, name=name, stock=stock: (calls.append(name), stock(*args))[1])
+    source, destination = bench.cache(), bench.cache()
+    bench.read(source, destination, [(3, 5), (4, 1)])
+    assert calls == ["verify"] * LAYERS
+    for wanted, found in zip(source.views().values(), destination.views().values(), strict=True):
+        assert torch.equal(found[[5, 1]], wanted[[3, 4]])
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
