@@ -43,6 +43,10 @@ _NIXL = f"{_BASE}.nixl"
 ENGINE_SEAMS = (
     Seam("block count", "vllm.v1.engine.core", "EngineCore._initialize_kv_caches", ("vllm_config",)),
     Seam("sleep", "vllm.v1.engine.core", "EngineCore.sleep", ("level", "mode")),
+    Seam("sleep", "vllm.v1.engine.core", "EngineCore.post_step", ("model_executed",)),
+    Seam("sleep", "vllm.v1.engine.core", "EngineCoreProc"),
+    Seam("sleep", "vllm.v1.core.sched.scheduler", "Scheduler.finish_requests", ("request_ids", "finished_status")),
+    Seam("sleep", "vllm.engine.protocol", "EngineClient.sleep", ("level", "mode")),
     Seam("sleep", "vllm.v1.engine.core", "EngineCore.wake_up", ("tags",)),
     Seam("sleep", "vllm.v1.engine.core", "EngineCore.release_kv_cache_memory", ()),
     Seam("sleep", "vllm.v1.engine.core", "EngineCore.resume_scheduler", ()),
