@@ -13,7 +13,7 @@ from typing import Literal
 import pytest
 
 from pdkv.lifecycle import states
-from pdkv.testing.faults.processes import OVER_TCP, SLEEP_SCENARIOS, Deployment, run_scenario
+from pdkv.testing.faults.processes import OVER_TCP, SLEEP_SCENARIOS, Deployment, run_scenario, scenarios_of
 from pdkv.testing.faults.processes.sleep_scenarios import ARROWS
 
 pytest.importorskip("nixl", reason="NIXL is not installed; make test installs it")
@@ -65,7 +65,7 @@ def push(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     engines.close()
 
 
-@pytest.mark.parametrize("name", SLEEP_SCENARIOS)
+@pytest.mark.parametrize("name", [name for name in scenarios_of("pull") if name in SLEEP_SCENARIOS])
 def test_a_peer_struck_within_a_transition_costs_neither_engine_memory_blocks_or_right_tokens_in_pull(
     pull: Engines, name: str
 ) -> None:

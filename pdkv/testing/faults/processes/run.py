@@ -12,7 +12,7 @@ from pdkv.errors import HarnessError
 from pdkv.registry import find_transport
 from pdkv.testing.child import ChildEnded, ChildError
 from pdkv.testing.faults.processes.deployment import Deployment, Totals
-from pdkv.testing.faults.processes.scenarios import SCENARIOS, run_scenario
+from pdkv.testing.faults.processes.scenarios import run_scenario, scenarios_of
 
 #: Over tcp UCX waits for a stopped peer, so that a transfer can be caught in flight.
 OVER_TCP = {"UCX_TLS": "tcp"}
@@ -49,7 +49,7 @@ def _modes_of(transport: str) -> Sequence[Mode]:
 
 def _run_mode(transport: str, mode: Mode, seed: int, totals: Totals, say: Callable[[str], None]) -> None:
     """A scenario that goes wrong leaves engines of which nothing is known: the next one gets others."""
-    names = list(SCENARIOS)
+    names = scenarios_of(mode)
     while names:
         with (
             TemporaryDirectory(prefix="pdkv-processes-") as folder,

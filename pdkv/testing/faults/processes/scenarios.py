@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from pdkv.errors import HarnessError
 from pdkv.testing.child import ChildEnded
 from pdkv.testing.faults.processes.deployment import Deployment
 from pdkv.testing.faults.processes.proxy import Weather
-from pdkv.testing.faults.processes.sleep_scenarios import SLEEP_SCENARIOS
+from pdkv.testing.faults.processes.sleep_scenarios import PUSH_ONLY, SLEEP_SCENARIOS
 
 #: How often a scenario is begun in which UCX ends an engine.
 ATTEMPTS = 3
 SCENARIOS: dict[str, Callable[[Deployment], None]] = {}
 """All by name. Each leaves a deployment with which the next one can begin."""
+
+
+def scenarios_of(mode: Literal["pull", "push"]) -> list[str]:
+    """The names of those that can be run in this direction, in order."""
+    return [name for name in SCENARIOS if mode == "push" or name not in PUSH_ONLY]
 
 
 def run_scenario(name: str, deployment: Deployment) -> None:

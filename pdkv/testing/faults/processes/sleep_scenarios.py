@@ -19,6 +19,8 @@ from pdkv.testing.faults.processes.deployment import Asked, Deployment
 
 SLEEP_SCENARIOS: dict[str, Callable[[Deployment], None]] = {}
 """All by name, in the order in which they are run."""
+PUSH_ONLY: set[str] = set()
+"""Those of them that are about what only a push does."""
 
 _SIDES = {"prefill": "P", "decode": "D"}
 _SIGNALS = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}
@@ -231,9 +233,7 @@ def decode_sleeps_while_a_transfer_is_delayed(deployment: Deployment) -> None:
 
 @_scenario
 def decode_sleeps_under_a_write_of_a_prefill_that_is_stopped(deployment: Deployment) -> None:
-    """Push: the WRITE is posted, and prefill says nothing of it before decode has no agent any more."""
-    if deployment.mode == "pull":
-        return
+    """The WRITE is posted, and prefill says nothing of it before decode has no agent any more."""
     deployment.in_flight()
     deployment.stop("P")
     deployment.resume("D")
@@ -242,3 +242,6 @@ def decode_sleeps_under_a_write_of_a_prefill_that_is_stopped(deployment: Deploym
     deployment.resume("P")
     deployment.no_block_is_held()
     _wake(deployment, "D")
+
+
+PUSH_ONLY.add(decode_sleeps_under_a_write_of_a_prefill_that_is_stopped.__name__)
