@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from pdkv.errors import ProtocolError, StaleGenerationError, TransferTimeoutError, TransportError
+from pdkv.errors import DriverError, ProtocolError, StaleGenerationError, TransferTimeoutError, TransportError
 from pdkv.memory import ImportedMemory, MemoryDriver, Piece
 from pdkv.transfer.messages import EngineRef
 from pdkv_connectors.ipc import wire
@@ -139,7 +139,8 @@ def open_link(
         drivers: what maps each memory.
 
     Raises:
-        TransportError: P is on another machine, is another user's, is not there, or refuses.
+        TransportError: P is on another machine, is another user's, is not there, or refuses; or its memory cannot be
+            mapped here, as that of a card that this process does not see or cannot reach.
         TransferTimeoutError: it did not answer in time.
     """
     if address.machine != wire.machine_id():
@@ -171,6 +172,12 @@ def open_link(
         if isinstance(error, TimeoutError) and not isinstance(error, TransferTimeoutError):
             raise TransferTimeoutError(
                 f"engine {peer.engine_id!r} did not hand over its memory in {timeout_s} s"
+            ) from error
+        if isinstance(error, DriverError):
+            raise TransportError(
+                f"the memory of engine {peer.engine_id!r} cannot be mapped here: {error}. On another card it takes "
+                "peer access between the two, and both cards in CUDA_VISIBLE_DEVICES, the own one first; else use "
+                "another transport."
             ) from error
         if isinstance(error, OSError):
             raise TransportError(f"engine {peer.engine_id!r} cannot be reached on this machine: {error}") from error

@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pdkv.memory import open_driver
+from pdkv.errors import DriverError
+from pdkv.memory import HostDriver, PhysicalChunk, open_driver
 from pdkv.testing.child import serve
 from pdkv.testing.transports.side import TransportSide
 from pdkv_connectors.ipc import IpcTransport
@@ -40,6 +41,14 @@ class IpcSide(TransportSide):
             event.record()
             self._events.append(event)
         self.ipc.offer(blocks, after=event.cuda_event if event is not None else None)
+
+    def do_refuse_imports(self) -> None:
+        """Have the memory driver of this process answer as one does whose card cannot reach the peer's."""
+
+        def refuse(driver: HostDriver, fd: int, nbytes: int) -> PhysicalChunk:
+            raise DriverError("cuMemSetAccess failed with CUDA_ERROR_INVALID_DEVICE")
+
+        HostDriver.import_fd = refuse  # type: ignore[method-assign]
 
     def do_offers_pending(self) -> int:
         self.ipc.progress()

@@ -126,3 +126,16 @@ def test_without_sums_everything_is_taken_as_it_is(tmp_path: Path) -> None:
         p.ask("mark", block=5, value=9)
         assert d.read(p, [(5, 2)]) == "done"
         assert d.ask("is_marked", block=2, value=9)
+
+
+def test_memory_that_cannot_be_mapped_here_is_a_refusal_that_lets_another_transport_be_tried(
+    pair: tuple[Peer, Peer],
+) -> None:
+    p, d = pair
+    d.ask("disconnect", engine="P")
+    d.ask("refuse_imports")
+    with pytest.raises(
+        ChildError, match=r"memory of engine 'P' cannot be mapped here: .* use another transport"
+    ) as refused:
+        d.meet(p)
+    assert refused.value.kind == "TransportError"
