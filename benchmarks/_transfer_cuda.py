@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from _transfer_rows import Row, bandwidth_share, interleaved, reference, time_ra
 from pdkv.kvcache import GrowableKVCache
 from pdkv.testing.child import Child
 from pdkv.transfer.messages import EngineRef
+from pdkv.transfer.transport import Transfer
 from pdkv_connectors.ipc import BlockColumns, IpcTransport
 from pdkv_connectors.ipc.transport import THROTTLED_PROGRAMS
 
@@ -47,8 +51,8 @@ def scattered(units: int, count: int, seed: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).permutation(units)[:count].astype(np.int32)
 
 
-def cuda_rows(owner: Child, quick: bool, say: Callable[[str], None]) -> list[Row]:
-    """All rows; raises SystemExit where a byte is wrong."""
+def cuda_rows(owner: Child, quick: bool, say: Callable[[str], None]) -> Iterator[Row]:
+    """All rows, as they come; raises SystemExit where a byte is wrong."""
     blocks, repeats = (512, 5) if quick else (4096, 20)
     largest = min(2048, blocks // 2)
     there = owner.ask("build", layers=LAYERS, blocks=blocks)
@@ -58,23 +62,46 @@ def cuda_rows(owner: Child, quick: bool, say: Callable[[str], None]) -> list[Row
         plain, checked = Reader(cache, there, verify=False), Reader(cache, there)
         for reader in (checked, plain):
             stack.callback(reader.transport.close)
-        rows = _copies(cache, plain, checked, largest, repeats)
+        yield from _copies(cache, plain, checked, largest, repeats)
         say("copies done")
-        if not quick:  # a small transfer ends within a step
-            rows += _beside_decoding(cache, there, largest)
-            say("decoding done")
-        rows += _conversions(stack, plain, there, blocks, largest, repeats)
+        yield from _conversions(stack, plain, there, blocks, largest, repeats)
+        say("conversions done")
+        if not quick:
+            yield from _beside_decoding(cache, there, largest)
+
+
+def cards_rows(owner: Child, quick: bool, say: Callable[[str], None]) -> list[Row]:
+    """The rows of an owner on the second card; raises SystemExit where a byte is wrong."""
+    blocks, repeats = (512, 5) if quick else (4096, 20)
+    there = owner.ask("build", layers=LAYERS, blocks=blocks)
+    with ExitStack() as stack:
+        cache = build("cuda", layers=LAYERS, blocks=blocks)
+        stack.callback(cache.close)
+        plain, checked = Reader(cache, there, verify=False), Reader(cache, there)
+        for reader in (checked, plain):
+            stack.callback(reader.transport.close)
+        rows = _copies(cache, plain, checked, min(2048, blocks // 2), repeats, source="cuda:1")
+    say("copies between cards done")
     return rows
 
 
-def _copies(cache: GrowableKVCache, plain: Reader, checked: Reader, largest: int, repeats: int) -> list[Row]:
+def _copies(
+    cache: GrowableKVCache, plain: Reader, checked: Reader, largest: int, repeats: int, source: str = "cuda:0"
+) -> list[Row]:
+    """Scattered copies beside torch's copy of as many bytes from the owner's card, `source`.
+
+    Between cards nothing is promised: the rows have no targets.
+    """
     rows = []
+    between = source != "cuda:0"
+    where = "ipc between cards" if between else "ipc"
     nbytes = largest * BLOCK_NBYTES
-    from_, to = (torch.empty(nbytes, dtype=torch.int8, device="cuda") for _ in range(2))
+    from_, to = (torch.empty(nbytes, dtype=torch.int8, device=device) for device in (source, "cuda:0"))
 
     def device_copy() -> None:
         to.copy_(from_)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(to.device)
+        torch.cuda.synchronize(from_.device)
 
     pairs = {count: BlockColumns(*(scattered(cache.num_committed_blocks, count, seed) for seed in (1, 2)))
              for count in (largest, 128, 64, 8, 1)}  # fmt: skip
@@ -87,19 +114,22 @@ def _copies(cache: GrowableKVCache, plain: Reader, checked: Reader, largest: int
         repeats,
     )
     require_moved(cache, pairs[largest].source.tolist(), pairs[largest].destination.tolist())
-    rows.append(reference("plain device copy", times["copy"], nbytes))
-    unchecked = bandwidth_share("ipc, scattered 32 KiB blocks", times["plain"], rows[0], 0.85, nbytes)
+    rows.append(reference(f"plain copy {'between cards' if between else 'on the device'}", times["copy"], nbytes))
+    share, slower = (None, None) if between else (0.85, 1.05)
+    unchecked = bandwidth_share(f"{where}, scattered 32 KiB blocks", times["plain"], rows[0], share, nbytes)
     rows.append(unchecked)
-    rows.append(bandwidth_share("ipc, the same, sums verified", times["checked"], rows[0], 0.85, nbytes))
-    rows.append(time_ratio("sums verified, against without", times["checked"], unchecked, 1.05, nbytes))
-    for count, limit_s in ((128, 150e-6), (64, None), (8, None), (1, 30e-6)):
+    rows.append(bandwidth_share(f"{where}, the same, sums verified", times["checked"], rows[0], share, nbytes))
+    rows.append(time_ratio(f"{where}, sums verified, against without", times["checked"], unchecked, slower, nbytes))
+    limits_s = {128: 150e-6, 1: 30e-6} if not between else {}
+    for count in (128, 64, 8, 1):
+        limit_s = limits_s.get(count)
         small = interleaved(
             {"plain": lambda n=count: plain.read(pairs[n]), "checked": lambda n=count: checked.read(pairs[n])},  # type: ignore[misc]
             20 * repeats, 20,
         )  # fmt: skip
         require_moved(cache, pairs[count].source.tolist(), pairs[count].destination.tolist())
         for way, name in (("plain", ""), ("checked", ", sums verified")):
-            title, size = f"ipc, {count} block(s) x {LAYERS} layers, wall{name}", count * BLOCK_NBYTES
+            title, size = f"{where}, {count} block(s) x {LAYERS} layers, wall{name}", count * BLOCK_NBYTES
             timed = small[way]
             rows.append(within(title, timed, limit_s, size) if limit_s else reference(title, timed, size))
     return rows
@@ -133,54 +163,61 @@ def _conversions(
     ]
 
 
-def _beside_decoding(cache: GrowableKVCache, there: dict[str, Any], largest: int) -> list[Row]:
-    rows = []
+def _beside_decoding(cache: GrowableKVCache, there: dict[str, Any], largest: int) -> Iterator[Row]:
     for name in STEPS:
-        rows += _beside_step(name, cache, there, largest)
+        yield from _beside_step(name, cache, there, largest)
         torch.cuda.empty_cache()
-    return rows
 
 
-def _beside_step(name: str, cache: GrowableKVCache, there: dict[str, Any], largest: int) -> list[Row]:
+def _beside_step(name: str, cache: GrowableKVCache, there: dict[str, Any], largest: int) -> Iterator[Row]:
     decoding = Decoding(name)
     pairs = BlockColumns(*(scattered(cache.num_committed_blocks, largest, seed) for seed in (5, 6)))
     nbytes = largest * BLOCK_NBYTES
-    rows = []
     for programs in SWEEP:
         reader = Reader(cache, there, is_decoding=lambda: True, programs=programs)
         try:
             alone = interleaved({"step": decoding.step}, NUM_STEPS // 3, 10)["step"]
-            busy, seconds = _steps_with_transfers(decoding, reader, pairs)
+            seconds = _transfers_beside_steps(decoding, reader, pairs)
+            # A step waits for more work than one transfer, where that is the shorter one.
+            depth = 1 + ceil(2 * statistics.median(alone) / min(seconds))
+            busy = _steps_beside_transfers(decoding, reader, pairs, depth)
         finally:
             reader.transport.close()
         base = reference(f"{name}, a decode step alone ({programs})", alone)
         target = programs == THROTTLED_PROGRAMS
         title = f"{name}, a step beside a transfer of {programs} programs"
-        rows += [base, time_ratio(title, busy, base, 1.15 if target else None)]
-        speed = reference(f"{name}, that transfer of {programs} programs", seconds, nbytes)
-        if target:
-            # 400 GB/s is what the transfer must reach.
-            speed = within(speed.name, seconds, nbytes / 400e9, nbytes)
-        rows.append(speed)
-    return rows
+        yield base
+        yield time_ratio(title, busy, base, 1.15 if target else None)
+        title = f"{name}, that transfer of {programs} programs"
+        # 400 GB/s is what the transfer must reach.
+        yield within(title, seconds, nbytes / 400e9, nbytes) if target else reference(title, seconds, nbytes)
 
 
-def _steps_with_transfers(decoding: Decoding, reader: Reader, pairs: BlockColumns) -> tuple[list[float], list[float]]:
-    """Times of steps during all of which a transfer ran, and of the transfers."""
-    times, seconds = [], []
-    transfer, posted = reader.transport.read(reader.peer, pairs), time.perf_counter()
+def _steps_beside_transfers(decoding: Decoding, reader: Reader, pairs: BlockColumns, depth: int) -> list[float]:
+    """Times of steps during all of which a transfer ran; `depth` are posted, and run one after the other."""
+    times: list[float] = []
+    running: deque[Transfer] = deque()
     for _ in range(NUM_STEPS):
+        while len(running) < depth:
+            running.append(reader.transport.read(reader.peer, pairs))
         began = time.perf_counter()
         decoding.step()
         ended = time.perf_counter()
-        if transfer.poll() == "running":
+        if running[-1].poll() == "running":
             times.append(ended - began)
-            continue
-        if transfer.poll() != "done":
-            raise SystemExit(f"transfer: {transfer.reason}")
-        transfer, posted = reader.transport.read(reader.peer, pairs), time.perf_counter()
-    transfer.wait(TIMEOUT_S)
-    # Between steps nobody looks whether the transfer has ended, so its own time is taken in another way.
+        while running and running[0].poll() != "running":
+            _require_done(running.popleft())
+    for transfer in running:
+        transfer.wait(TIMEOUT_S)
+        _require_done(transfer)
+    if len(times) < NUM_STEPS // 2:
+        raise SystemExit(f"transfer: {NUM_STEPS - len(times)} of {NUM_STEPS} steps outlasted {depth} transfers")
+    return times
+
+
+def _transfers_beside_steps(decoding: Decoding, reader: Reader, pairs: BlockColumns) -> list[float]:
+    """Times of transfers during all of which steps ran; nobody waits for a step, so that the end is seen at once."""
+    seconds = []
     for _ in range(5):
         transfer, posted = reader.transport.read(reader.peer, pairs), time.perf_counter()
         decoding.graph.replay()
@@ -188,5 +225,11 @@ def _steps_with_transfers(decoding: Decoding, reader: Reader, pairs: BlockColumn
             if torch.cuda.current_stream().query():
                 decoding.graph.replay()
         seconds.append(time.perf_counter() - posted)
+        _require_done(transfer)
         torch.cuda.synchronize()
-    return times, seconds
+    return seconds
+
+
+def _require_done(transfer: Transfer) -> None:
+    if transfer.poll() != "done":
+        raise SystemExit(f"transfer: {transfer.reason}")

@@ -61,7 +61,7 @@ def tests(name: str, files: str, deadline_s: float, *options: str) -> Step:
     return Step(name, command, deadline_s)
 
 
-#: Under eight minutes together (473 s on one H200, 2026-11-29, before `grow-live` and with `caches` in four steps).
+#: Under eight minutes together (421 s on one H200, 2026-11-30).
 STEPS = (
     tests("driver", "test_gpu_driver.py", 60),
     tests("invariants", "test_gpu_invariants.py", 120),
@@ -76,9 +76,9 @@ STEPS = (
     tests("vllm-pd", "test_vllm_pd.py", 240, "-k", "not leaves_free", "-n", "6"),
     tests("vllm-left-free", "test_vllm_pd.py", 180, "-k", "leaves_free"),
 )
-#: Run only where `--only` names them: together with the others they would take more than eight minutes, and
-#: `vllm-tp2` needs two cards. NIXL's wheel moves this memory by software emulation. `vllm-sleep` counts the card's free
-#: memory, so that nothing else may run beside it.
+#: Run only where `--only` names them: together with the others they would take more than eight minutes. `vllm-tp2` and
+#: the steps of cards need two cards. NIXL's wheel moves this memory by software emulation. `vllm-sleep` counts the free
+#: memory of the card, so that nothing else may run beside it.
 ON_REQUEST = (
     tests("ipc", "test_ipc_cuda.py", 240),
     Step("transfer", ("benchmarks/transfer.py", "--only", "cuda"), 150),
@@ -89,6 +89,8 @@ ON_REQUEST = (
     Step("transfer-nixl", ("benchmarks/transfer.py", "--only", "nixl-cuda", "--quick"), 150),
     tests("vllm-sleep", "test_vllm_sleep.py", 480),
     tests("vllm-tp2", "test_vllm_tp2.py", 300),
+    tests("ipc-cards", "test_ipc_two_cards.py", 150),
+    Step("transfer-cards", ("benchmarks/transfer.py", "--only", "cuda-cards"), 120),
 )
 
 

@@ -73,6 +73,7 @@ class TransportBench:
         processes: 1 or 2.
         driver: the memory driver of both caches.
         environment: variables for the two processes.
+        d_environment: more variables for D's.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class TransportBench:
         processes: int = 1,
         driver: str = "host",
         environment: Mapping[str, str] | None = None,
+        d_environment: Mapping[str, str] | None = None,
     ) -> None:
         if (processes == 2) != isinstance(factory, str):
             raise ConfigError("give the factory as 'module:function' for two processes, and as a function for one.")
@@ -90,7 +92,8 @@ class TransportBench:
             folder = Path(self._stack.enter_context(TemporaryDirectory(prefix="pdkv-transport-")))
             self.p: Side = RemoteSide(factory, driver, folder / "p.log", environment or {})
             self._stack.callback(self.p.close)
-            self.d: Side = RemoteSide(factory, driver, folder / "d.log", environment or {})
+            d_variables = {**(environment or {}), **(d_environment or {})}
+            self.d: Side = RemoteSide(factory, driver, folder / "d.log", d_variables)
             self._stack.callback(self.d.close)
         else:
             self.p, self.d = LocalSide(factory, driver), LocalSide(factory, driver)
