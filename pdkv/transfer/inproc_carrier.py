@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from collections import deque
 
 from pdkv.errors import StateError
 from pdkv.transfer.messages import AnyMessage, Message, decode, encode
+from pdkv.transfer.signals import Signal
 
 
 class InprocNetwork:
@@ -41,7 +40,7 @@ class InprocCarrier:
         self._network = network
         self._frames: deque[bytes] = deque()
         self._lock = threading.Lock()
-        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._signal = Signal()
         self._closed = False
 
     def send(self, message: Message) -> bool:
@@ -58,26 +57,25 @@ class InprocCarrier:
             if self._closed:
                 return False
             self._frames.append(frame)
-            os.eventfd_write(self._event, 1)
+            self._signal.set()
         return True
 
     def receive(self) -> tuple[AnyMessage, ...]:
         self._require_open()
         with self._lock:
             frames, self._frames = self._frames, deque()
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._event)
+            self._signal.clear()
         return tuple(decode(frame) for frame in frames)
 
     def fileno(self) -> int:
-        return self._event
+        return self._signal.fileno()
 
     def close(self, *, timeout_s: float = 2.0) -> None:
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            os.close(self._event)
+            self._signal.close()
         self._network.leave(self)
 
     def _require_open(self) -> None:

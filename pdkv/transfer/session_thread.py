@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdkv.errors import ConnectorError
+from pdkv.transfer.signals import Signal
 from pdkv.transfer.transport import LONGEST_PAUSE_S, SHORTEST_PAUSE_S
 
 logger = logging.getLogger(__name__)
@@ -21,6 +20,8 @@ logger = logging.getLogger(__name__)
 PROGRESS_PAUSE_S = 5e-3
 #: Even where nothing is due.
 LONGEST_WAIT_S = 60.0
+#: select() takes only descriptors below this, and is preferred, since poll() waits for whole milliseconds.
+FD_SETSIZE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class SessionThread:
 
     def __init__(self, turn: Callable[[], Turn], fileno: int) -> None:
         self._turn, self._fileno = turn, fileno
-        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._signal = Signal()
         self._stop = threading.Event()
         self._error: Exception | None = None
         self._wakes_at = math.inf  # not waiting: a turn that has begun may have looked too early
@@ -58,11 +59,11 @@ class SessionThread:
         self._thread.start()
 
     def wake(self, due_in_s: float | None = 0.0) -> None:
-        """Make a turn at the latest in so many seconds."""
+        """Make a turn at the latest in so many seconds; nothing where the thread has been closed."""
         if due_in_s is None or threading.current_thread() is self._thread:
             return
         if time.monotonic() + due_in_s < self._wakes_at:
-            os.eventfd_write(self._event, 1)
+            self._signal.set()
 
     def require_running(self) -> None:
         """Raise ConnectorError, with what ended the thread, where something did."""
@@ -76,16 +77,14 @@ class SessionThread:
         """End the thread; idempotent.
 
         Raises:
-            ConnectorError: it has not ended in time.
+            ConnectorError: it has not ended in time, and keeps what it uses; close() again.
         """
-        if self._stop.is_set():
-            return
         self._stop.set()
-        os.eventfd_write(self._event, 1)
+        self._signal.set()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise ConnectorError(f"the session's thread has not ended within {timeout_s:g} s; a peer may not answer.")
-        os.close(self._event)
+        self._signal.close()
 
     def _run(self) -> None:
         pause_s = SHORTEST_PAUSE_S
@@ -101,10 +100,20 @@ class SessionThread:
 
     def _wait(self, wait_s: float) -> None:
         self._wakes_at = time.monotonic() + wait_s
-        select.select([self._fileno, self._event], [], [], wait_s)
+        _wait_for((self._fileno, self._signal.fileno()), wait_s)
         self._wakes_at = math.inf
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._event)
+        self._signal.clear()
+
+
+def _wait_for(descriptors: Sequence[int], wait_s: float) -> None:
+    """Until one of them is readable, or the time is over."""
+    if max(descriptors) < FD_SETSIZE:
+        select.select(descriptors, [], [], wait_s)
+        return
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    poll.poll(1000 * wait_s)
 
 
 def _wait_s(turn: Turn, pause_s: float) -> float:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import resource
 import threading
 from collections.abc import Iterator
 
@@ -14,6 +17,8 @@ from pdkv.errors import ConnectorError
 from pdkv.transfer.actions import FreeBlocks, Loaded
 from pdkv.transfer.inproc_carrier import InprocNetwork
 from pdkv.transfer.session import Session
+from pdkv.transfer.session_thread import FD_SETSIZE, SessionThread, Turn
+from pdkv.transfer.signals import Signal
 
 pytestmark = pytest.mark.cpu
 
@@ -121,3 +126,68 @@ def test_an_error_of_the_thread_reaches_the_engine(
     with pytest.raises(ConnectorError, match="ZeroDivisionError"):
         session.poll()
     session.close()
+
+
+NOTHING = Turn(worked=False, polls=False, serves=False, due_in_s=None)
+
+
+def test_a_wake_after_the_end_leaves_the_file_alone_that_has_the_descriptor_now() -> None:
+    message = Signal()
+    thread = SessionThread(lambda: NOTHING, message.fileno())
+    before = set(os.listdir("/proc/self/fd"))
+    thread.close(DEADLINE_S)
+    freed = {int(name) for name in before} - {int(name) for name in os.listdir("/proc/self/fd")}
+    others = [Signal() for _ in range(8)]
+    assert freed <= {other.fileno() for other in others}, "the lowest free numbers are taken"
+
+    thread.wake()
+
+    assert freed
+    assert not any(other.wait(0) for other in others)
+    for signal in (message, *others):
+        signal.close()
+
+
+def test_a_thread_that_had_not_ended_in_time_is_ended_by_a_second_close_and_leaves_no_descriptor() -> None:
+    message, entered, let_go = Signal(), threading.Event(), threading.Event()
+
+    def turn() -> Turn:
+        entered.set()
+        assert let_go.wait(DEADLINE_S)
+        return NOTHING
+
+    descriptors = len(os.listdir("/proc/self/fd"))
+    thread = SessionThread(turn, message.fileno())
+    assert entered.wait(DEADLINE_S)
+    with pytest.raises(ConnectorError, match="has not ended"):
+        thread.close(0.01)
+    let_go.set()
+    thread.close(DEADLINE_S)
+
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    message.close()
+
+
+def test_descriptors_beyond_those_of_select_wake_it_too() -> None:
+    """A busy server has thousands of files open."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, FD_SETSIZE + 64), most))
+    message, turns = Signal(), threading.Semaphore(0)
+    high = fcntl.fcntl(message.fileno(), fcntl.F_DUPFD_CLOEXEC, FD_SETSIZE)
+
+    def turn() -> Turn:
+        message.clear()
+        turns.release()
+        return NOTHING
+
+    thread = SessionThread(turn, high)
+    try:
+        assert turns.acquire(timeout=DEADLINE_S)
+        message.set()
+        assert turns.acquire(timeout=DEADLINE_S)
+        thread.require_running()
+    finally:
+        thread.close(DEADLINE_S)
+        os.close(high)
+        message.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))

@@ -11,7 +11,8 @@ from sidechannel_net import DEADLINE_S, done
 
 from pdkv.errors import StateError
 from pdkv.transfer.sidechannel import SideChannel
-from pdkv.transfer.sidechannel.queues import Outgoing, Signal
+from pdkv.transfer.sidechannel.queues import Outgoing
+from pdkv.transfer.signals import Signal
 
 pytestmark = pytest.mark.cpu
 
