@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from weakref import WeakSet
@@ -28,6 +29,7 @@ from pdkv.errors import (
     TransportError,
 )
 from pdkv.transfer.blocks import BlockPair
+from pdkv.transfer.first_error import FirstError
 from pdkv.transfer.messages import MAX_METADATA_NBYTES, EngineRef
 from pdkv.transfer.transport import Transfer, TransferState, Transport
 
@@ -128,8 +130,8 @@ class AutoTransport(Transport):
                 else:
                     registered[name] = transport
         except BaseException:
-            for transport in registered.values():
-                transport.unregister()
+            for name, transport in registered.items():
+                FirstError().attempt(f"unregister the {name} transport again", transport.unregister)
             raise
         if not registered:
             raise TransportError(f"no transport can be used here: {_listed(self.unavailable)}.")
@@ -147,9 +149,11 @@ class AutoTransport(Transport):
         running = sum(transfer.poll() is TransferState.RUNNING for transfer in list(self._transfers))
         if running:
             raise StateError(f"{running} transfers still run; wait until they have ended, or close() the transport.")
-        for transport in self._registered.values():
-            transport.unregister()
-        self._registered, self._choices = {}, {}
+        with FirstError() as errors:
+            for name, transport in list(self._registered.items()):
+                if errors.attempt(f"unregister the {name} transport", transport.unregister):
+                    del self._registered[name]
+                    self._choices = {peer: choice for peer, choice in self._choices.items() if choice.transport != name}
 
     def describe(self) -> bytes:
         self._require_registered()
@@ -170,10 +174,10 @@ class AutoTransport(Transport):
                 f"engine {peer.engine_id!r} is connected in generation {before.peer.generation}; {peer.generation} is "
                 "older, its memory is gone."
             )
-        choice = self._connect(peer, theirs, timeout_s)
+        choice = self._choices[peer.engine_id] = self._connect(peer, theirs, timeout_s)
         if before is not None and before.transport != choice.transport:
-            self._registered[before.transport].disconnect(peer.engine_id)
-        self._choices[peer.engine_id] = choice
+            leave = partial(self._registered[before.transport].disconnect, peer.engine_id)
+            FirstError().attempt(f"leave {peer.engine_id} by {before.transport}", leave)
         self.counts[f"chosen_{choice.transport}"] += 1
         logger.info("Peer %s is reached by %s: %s.", peer.engine_id, choice.transport, choice.reason)
 
@@ -250,9 +254,11 @@ class AutoTransport(Transport):
 
     def close(self, *, timeout_s: float = 5.0) -> None:
         self._closed = True
-        for transport in self._made.values():
-            transport.close(timeout_s=timeout_s)
-        self._made, self._registered, self._choices = {}, {}, {}
+        with FirstError() as errors:
+            for name, transport in list(self._made.items()):
+                if errors.attempt(f"close the {name} transport", partial(transport.close, timeout_s=timeout_s)):
+                    del self._made[name]
+            self._registered, self._choices = {}, {}
 
     # Parts.
 

@@ -9,6 +9,7 @@ import logging
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import msgspec
@@ -16,6 +17,7 @@ import msgspec
 from pdkv.errors import GeometryError, PdkvError, ProtocolError, StaleGenerationError, StateError, TransportError
 from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.checks import Connection, Connections, require_pairs
+from pdkv.transfer.first_error import FirstError
 from pdkv.transfer.fit import model_difference, require_same_bytes
 from pdkv.transfer.geometry import CacheGeometry
 from pdkv.transfer.messages import MAX_METADATA_NBYTES, EngineRef
@@ -111,14 +113,21 @@ class TransportBase(Transport, Generic[L]):
 
     @abstractmethod
     def _do_disconnect(self, connection: Connection[L]) -> None:
-        """Let go of a peer; no transfer with it runs. A new connection with the engine may have been added already."""
+        """Let go of a peer; no transfer with it runs. A new connection with the engine may have been added already.
+
+        Called again later where it failed.
+        """
 
     @abstractmethod
     def _do_post(self, connection: Connection[L], pairs: Sequence[BlockPair], *, reads: bool) -> PostedTransfer:
         """Start to move pairs that were checked."""
 
     def _do_stop(self, timeout_s: float) -> None:
-        """End, by force, what still runs; :meth:`close` calls it, and then ends the transfers as failed."""
+        """End, by force, what still runs; :meth:`close` calls it, and then ends the transfers as failed.
+
+        Raises:
+            TransferTimeoutError: it has not ended in time, and may still touch memory.
+        """
         return
 
     # The contract.
@@ -143,7 +152,8 @@ class TransportBase(Transport, Generic[L]):
                 f"{len(self._running)} transfers of the {self.name} transport still run; wait until they have ended, "
                 "or close() it."
             )
-        self._drop_everything()
+        with FirstError() as errors:
+            self._drop_everything(errors)
 
     def describe(self) -> bytes:
         engine, geometry = self._require_registered()
@@ -170,13 +180,11 @@ class TransportBase(Transport, Generic[L]):
         self.counts["connects"] += 1
         if before is not None:
             self._leaving.append(before)
-            self._let_go()
+            self._let_go(FirstError())
 
     def disconnect(self, engine_id: str) -> None:
-        connection = self._connections.drop(engine_id)
-        if connection is not None:
-            self._leaving.append(connection)
-            self._let_go()
+        with FirstError() as errors:
+            self._disconnect(engine_id, errors)
 
     def read(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
         return self._post(peer, pairs, reads=True)
@@ -199,16 +207,15 @@ class TransportBase(Transport, Generic[L]):
         }
 
     def close(self, *, timeout_s: float = 5.0) -> None:
-        if self._closed:
+        if self._closed and self.engine is None and not self._running and not self._leaving:
             return
         self._closed = True
-        self._poll_running()
-        if self._running:
-            self._do_stop(timeout_s)
-            for transfer in list(self._running):
-                transfer.end(TransferState.FAILED, "the transport was closed under the transfer")
-        if self.engine is not None:
-            self._drop_everything()
+        with FirstError() as errors:
+            errors.attempt("look at the transfers that run", self._poll_running)
+            if self._running and errors.attempt("stop what runs", partial(self._do_stop, timeout_s)):
+                for transfer in list(self._running):
+                    transfer.end(TransferState.FAILED, "the transport was closed under the transfer")
+            self._drop_everything(errors)
 
     # Parts.
 
@@ -220,7 +227,7 @@ class TransportBase(Transport, Generic[L]):
             logger.warning("A %s transfer of %d bytes failed: %s", self.name, transfer.nbytes, transfer.reason)
         else:
             self.counts["bytes"] += transfer.nbytes
-        self._let_go()
+        self._let_go(FirstError())
 
     def _post(self, peer: EngineRef, pairs: Sequence[BlockPair], *, reads: bool) -> Transfer:
         ours = self._require_registered()[1]
@@ -271,17 +278,25 @@ class TransportBase(Transport, Generic[L]):
         for transfer in list(self._running):
             transfer.poll()
 
-    def _let_go(self) -> None:
-        """Disconnect those who are to go and with whom nothing runs any more."""
-        if not self._leaving:
-            return
-        busy = {id(transfer.connection) for transfer in self._running}
-        for connection in [connection for connection in self._leaving if id(connection) not in busy]:
-            self._leaving.remove(connection)
-            self._do_disconnect(connection)
+    def _disconnect(self, engine_id: str, errors: FirstError) -> None:
+        connection = self._connections.drop(engine_id)
+        if connection is not None:
+            self._leaving.append(connection)
+            self._let_go(errors)
 
-    def _drop_everything(self) -> None:
+    def _let_go(self, errors: FirstError) -> None:
+        """Disconnect those who are to go and with whom nothing runs any more; who cannot be let go of stays to go."""
+        busy = {id(transfer.connection) for transfer in self._running}
+        leaving, self._leaving = self._leaving, []
+        for connection in leaving:
+            what = f"let go of engine {connection.peer.engine_id!r}"
+            if id(connection) in busy or not errors.attempt(what, partial(self._do_disconnect, connection)):
+                self._leaving.append(connection)
+
+    def _drop_everything(self, errors: FirstError) -> None:
+        """Peers and registration, each also where another one fails; what failed can be tried again."""
         for connection in self._connections.all():
-            self.disconnect(connection.peer.engine_id)
-        self._do_unregister()
-        self.cache = self.engine = self.geometry = None
+            self._disconnect(connection.peer.engine_id, errors)
+        self._let_go(errors)
+        if self.engine is not None and errors.attempt(f"unregister the cache from {self.name}", self._do_unregister):
+            self.cache = self.engine = self.geometry = None

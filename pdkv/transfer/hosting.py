@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pdkv.errors import StateError
 from pdkv.transfer.blocks import BlockPair
+from pdkv.transfer.first_error import FirstError
 from pdkv.transfer.messages import Compatibility, Descriptor, EngineRef
 from pdkv.transfer.transport import Transfer, Transport
 
@@ -64,7 +65,11 @@ class TransportHost(Protocol):
     def describe_state(self) -> dict[str, Any]: ...
 
     def close(self, *, timeout_s: float) -> None:
-        """Destroy the agent; nobody reaches the memory any more. Idempotent."""
+        """Destroy the agent; nobody reaches the memory any more. Idempotent.
+
+        Raises:
+            PdkvError: it is not known to be gone; keep the memory, and close() again.
+        """
 
 
 class LocalHost:
@@ -115,7 +120,8 @@ class LocalHost:
             transport.register(self.cache, engine, groups=self._groups)
             metadata = transport.describe()
         except BaseException:
-            transport.close()
+            self._transport = transport  # to be closed later where it cannot be now
+            FirstError().attempt("close a transport that did not register", self.close)
             raise
         descriptor = Descriptor(
             compatibility=self._compatibility, num_blocks=self.cache.num_committed_blocks, metadata=metadata
@@ -160,9 +166,10 @@ class LocalHost:
         return {"registered": False} if self._transport is None else self._transport.describe_state()
 
     def close(self, *, timeout_s: float = 5.0) -> None:
-        transport, self._transport, self._registration = self._transport, None, None
-        if transport is not None:
-            transport.close(timeout_s=timeout_s)
+        self._registration = None
+        if self._transport is not None:
+            self._transport.close(timeout_s=timeout_s)
+            self._transport = None
 
     def _require(self) -> Transport:
         if self._transport is None:

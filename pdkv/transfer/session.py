@@ -197,15 +197,19 @@ class Session(SleepingSession):
             }
 
     def close(self) -> None:
-        """End the thread, destroy the transport's agent, close the carrier. Idempotent. Peers notice by silence."""
+        """End the thread, destroy the transport's agent, close the carrier. Idempotent. Peers notice by silence.
+
+        Raises:
+            ConnectorError: the thread or the agent has not ended; keep the cache, and close() again.
+        """
         if self._thread is not None:
             self._thread.close(self.settings.connect_s + self.settings.close_s)
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
-            self.host.close(timeout_s=self.settings.close_s)
-            self.carrier.close()
+            try:
+                self.host.close(timeout_s=self.settings.close_s)
+            finally:
+                self.carrier.close()
 
     # Parts.
 

@@ -113,6 +113,7 @@ class Transport(ABC):
 
         Raises:
             StateError: a transfer of this side still runs.
+            PdkvError: something could not be dropped; the rest was. Keep the memory, and call again.
         """
 
     @abstractmethod
@@ -187,4 +188,8 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self, *, timeout_s: float = 5.0) -> None:
-        """Unregister and let go of everything. Idempotent. What may still run is ended by force."""
+        """Unregister and let go of everything. Idempotent. What may still run is ended by force.
+
+        Raises:
+            PdkvError: something could not be ended; the rest was. Keep the memory, and close() again.
+        """

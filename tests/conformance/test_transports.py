@@ -14,6 +14,7 @@ from pdkv.testing import TRANSPORT_CHECKS, BrokenRuleError, TransportBench, chec
 from pdkv.transfer.base import PostedTransfer
 from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.checks import Connection
+from pdkv.transfer.first_error import FirstError
 from pdkv.transfer.geometry import CacheGeometry
 from pdkv.transfer.inproc import InprocTransport
 from pdkv.transfer.messages import EngineRef
@@ -267,7 +268,7 @@ class UnregistersUnderItsTransfers(Wrong):
         for transfer in self._running:
             transfer._look = lambda: TransferState.RUNNING  # type: ignore[method-assign]
         if self.engine is not None:
-            self._drop_everything()
+            self._drop_everything(FirstError())
 
 
 class PollsForWaits(Wrong):

@@ -13,6 +13,7 @@ from vllm.logger import init_logger
 
 from pdkv.errors import PdkvError, StateError
 from pdkv.transfer.blocks import BlockPair
+from pdkv.transfer.first_error import FirstError
 from pdkv.transfer.messages import EngineRef
 from pdkv.transfer.transport import Transfer, TransferState, Transport
 from pdkv_connectors.vllm.session_orders import (
@@ -87,17 +88,22 @@ class SessionWorker:
         try:
             transport.register(cache, engine)
         except BaseException:
-            transport.close(timeout_s=CLOSE_TIMEOUT_S)
+            self._transport = transport  # to be closed later where it cannot be now
+            FirstError().attempt("close a transport that did not register", self.unregister)
             raise
         self._cache, self._transport, self._last = cache, transport, engine
 
     def unregister(self) -> None:
-        """Destroy the transport's agent, and end what still runs. Idempotent."""
-        transport, self._transport = self._transport, None
+        """Destroy the transport's agent, and end what still runs. Idempotent.
+
+        Raises:
+            PdkvError: it is not known to be gone, so the memory must stay; unregister() again.
+        """
         self._known.clear()
         self._running.clear()
-        if transport is not None:
-            transport.close(timeout_s=CLOSE_TIMEOUT_S)
+        if self._transport is not None:
+            self._transport.close(timeout_s=CLOSE_TIMEOUT_S)
+            self._transport = None
 
     def work_off(self, orders: list[Order]) -> None:
         """Do what the step orders. What fails is reported, and hurts no other order."""
