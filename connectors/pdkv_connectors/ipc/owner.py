@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hmac
 import logging
 import os
@@ -11,8 +12,11 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from pdkv.errors import PdkvError
+from pdkv.errors import PdkvError, TransportError
 from pdkv.memory import Piece
+from pdkv.transfer.clock import SystemClock
+from pdkv.transfer.complaints import Complaints
+from pdkv.transfer.counters import Counters
 from pdkv.transfer.messages import EngineRef
 from pdkv_connectors.ipc import wire
 from pdkv_connectors.ipc.loop import Loop
@@ -21,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 _SEND_TIMEOUT_S = 2.0
 _BACKLOG = 64
+#: Where no connection can be taken: descriptors or memory must become free first, and the listener stays readable.
+ACCEPT_PAUSE_S = 0.1
+_WARN_EVERY_S = 60.0
 
 
 class GrantedMemory:
@@ -60,6 +67,7 @@ class Owner:
         engine: P in the generation that is handed out.
         memories: the cache, its table of sums (where there is one), the board.
         offer: makes blocks of a KV-cache group ready to be read, called in the loop's thread; see `sums`.
+        counters: `accepts_failed`, for one.
     """
 
     def __init__(
@@ -68,11 +76,13 @@ class Owner:
         engine: EngineRef,
         memories: dict[int, GrantedMemory],
         offer: Callable[[int, Sequence[int]], None],
+        counters: Counters,
     ) -> None:
         self.engine = engine
         self._loop = loop
         self._memories = memories
         self._offer = offer
+        self._complain = Complaints("ipc", counters, SystemClock(), _WARN_EVERY_S)
         self._peers: dict[socket.socket, str] = {}
         self._changed = threading.Condition()
         self._dropping = False
@@ -80,6 +90,7 @@ class Owner:
         name = f"pdkv-ipc-{os.getpid()}-{secrets.token_hex(8)}"
         self._listener.bind("\0" + name)
         self._listener.listen(_BACKLOG)
+        self._listener.setblocking(False)  # who asked may have gone before he is let in
         verifies = 1 in memories
         self.address = wire.Address(
             wire.VERSION, wire.machine_id(), name, secrets.token_bytes(wire.KEY_NBYTES), verifies
@@ -110,8 +121,22 @@ class Owner:
         return left
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        """Let one in. Whatever prevents that must not keep everybody out for good."""
+        if self._listener.fileno() < 0:
+            return  # closed since it was found to have something to read
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.ECONNABORTED):
+                self._loop.rest(self._listener, ACCEPT_PAUSE_S)
+            self._complain("accepts_failed", f"a peer could not be let in, it is tried again: {error}")
+            return
         connection.settimeout(_SEND_TIMEOUT_S)
+        try:
+            wire.require_same_user(connection)  # at once: a stranger who says nothing must not hold a descriptor
+        except (TransportError, OSError) as error:
+            self._turn_away(connection, str(error))
+            return
         self._loop.add(connection, partial(self._serve, connection))
 
     def _serve(self, connection: socket.socket) -> None:
@@ -133,7 +158,6 @@ class Owner:
             self._forget(connection)
 
     def _hand_over(self, connection: socket.socket, hello: wire.Hello) -> None:
-        wire.require_same_user(connection)
         if not hmac.compare_digest(hello.key, self.address.key):
             self._turn_away(connection, "the key is not the one of the handshake")
             return

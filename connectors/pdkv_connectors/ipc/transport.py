@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from pdkv.memory import MemoryDriver, open_driver
 from pdkv.transfer.base import PostedTransfer, TransportBase
 from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.checks import Connection, require_pairs
+from pdkv.transfer.counters import Counters
+from pdkv.transfer.first_error import FirstError
 from pdkv.transfer.geometry import CacheGeometry
 from pdkv.transfer.messages import EngineRef
 from pdkv_connectors.ipc import wire
@@ -152,9 +155,14 @@ class IpcTransport(TransportBase[Route]):
         return {**super().describe_state(), **found, "below": "triton" if self._movers else "memoryview"}
 
     def close(self, *, timeout_s: float = 5.0) -> None:
-        super().close(timeout_s=timeout_s)
-        if self._loop is not None:
-            self._loop.stop()
+        with FirstError() as errors:
+            errors.attempt("end what the ipc transport holds", partial(super().close, timeout_s=timeout_s))
+            if self._loop is not None:
+                errors.attempt("end the ipc thread", partial(self._loop.stop, timeout_s))
+            if errors.error is None:  # else the thread, or the next close(), still needs them
+                self._free()
+
+    def _free(self) -> None:
         for mover in self._movers:
             mover.close()
         self._movers = []
@@ -181,7 +189,7 @@ class IpcTransport(TransportBase[Route]):
                 memory.close()
             self._close_tables()
             raise
-        self._owner = Owner(self._loop, engine, memories, self._make_ready)
+        self._owner = Owner(self._loop, engine, memories, self._make_ready, Counters(self._count))
 
     def _do_unregister(self) -> None:
         if self._owner is not None:
@@ -271,6 +279,9 @@ class IpcTransport(TransportBase[Route]):
         return transfer
 
     # Parts.
+
+    def _count(self, name: str, amount: int) -> None:
+        self.counts[name] += amount
 
     def _quantizes(self, theirs: CacheGeometry, ours: CacheGeometry) -> bool:
         """Whether bf16 there and fp8 here is meant to be."""

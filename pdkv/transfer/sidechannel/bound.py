@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import zmq
 
 from pdkv.errors import ProtocolError
+from pdkv.transfer.complaints import Complaints
 from pdkv.transfer.sidechannel.addresses import Address
-from pdkv.transfer.sidechannel.complaints import Complaints
 from pdkv.transfer.sidechannel.hello import (
     SUPPORTED,
     Accepted,

@@ -8,7 +8,7 @@ import zmq
 
 from pdkv.errors import ConfigError, ProtocolError
 from pdkv.transfer.clock import Clock
-from pdkv.transfer.sidechannel.complaints import Complaints
+from pdkv.transfer.complaints import Complaints
 from pdkv.transfer.sidechannel.hello import SUPPORTED, Accepted, Declined, Hello, decode_hello, encode_hello, is_hello
 from pdkv.transfer.sidechannel.links import Host
 from pdkv.transfer.sidechannel.peers import PeerEntry

@@ -12,11 +12,11 @@ import zmq
 from pdkv.errors import ConfigError, ProtocolError
 from pdkv.sockets import describe_bind_failure
 from pdkv.transfer.clock import Clock
+from pdkv.transfer.complaints import Complaints
 from pdkv.transfer.counters import Counters
 from pdkv.transfer.messages import AnyMessage, Refuse, decode
 from pdkv.transfer.sidechannel.addresses import Address
 from pdkv.transfer.sidechannel.bound import BoundEnd
-from pdkv.transfer.sidechannel.complaints import Complaints
 from pdkv.transfer.sidechannel.connecting import ConnectingEnd
 from pdkv.transfer.sidechannel.queues import Inbox, Outgoing
 from pdkv.transfer.sidechannel.settings import SideChannelSettings
@@ -45,7 +45,7 @@ class Loop(threading.Thread):
         self._inbox = inbox
         self._outgoing = outgoing
         self._clock = clock
-        self._complain = Complaints(counters, clock, settings.limits.warn_every_s)
+        self._complain = Complaints("Side channel", counters, clock, settings.limits.warn_every_s)
         self._counters = counters
         self._stopping = threading.Event()
         self._refresh_at = 0.0

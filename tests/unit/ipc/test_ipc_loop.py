@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 
 import pytest
 
+from pdkv.errors import TransferTimeoutError
 from pdkv_connectors.ipc.loop import Loop
 
 pytestmark = pytest.mark.cpu
@@ -60,6 +62,61 @@ def test_work_that_fails_does_not_hold_up_what_was_asked_for_after_it(caplog: py
     assert heard.wait(10)
     loop.stop()
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_thread_that_does_not_end_in_time_is_an_error_and_is_ended_by_a_later_stop() -> None:
+    loop, (ours, theirs) = Loop(), socket.socketpair()
+    entered, let_go = threading.Event(), threading.Event()
+
+    def stuck_at_a_peer() -> None:
+        entered.set()
+        let_go.wait(30)
+
+    loop.add(ours, stuck_at_a_peer)
+    theirs.send(b"!")
+    assert entered.wait(10)
+    for _ in range(2):
+        with pytest.raises(TransferTimeoutError, match="has not ended"):
+            loop.stop(0.02)
+    assert ours.fileno() >= 0
+    let_go.set()
+
+    loop.stop()
+
+    assert ours.fileno() == -1
+    theirs.close()
+
+
+def test_a_socket_that_rests_is_heard_again_afterwards_and_not_before() -> None:
+    loop, (ours, theirs) = Loop(), socket.socketpair()
+    heard: list[float] = []
+    twice = threading.Event()
+
+    def on_readable() -> None:
+        heard.append(time.monotonic())
+        loop.rest(ours, 0.2)
+        if len(heard) == 2:
+            twice.set()
+
+    loop.add(ours, on_readable)
+    theirs.send(b"!")
+
+    assert twice.wait(10)
+    assert heard[1] - heard[0] >= 0.2
+    loop.stop()
+    assert ours.fileno() == -1, "also one that rests"
+    theirs.close()
+
+
+def test_a_socket_that_cannot_be_listened_to_is_closed_so_that_its_peer_notices() -> None:
+    loop, (ours, theirs) = Loop(), socket.socketpair()
+    loop.add(ours, lambda: None)
+    loop.add(ours, lambda: None)  # a second time is an error of the selector's
+
+    theirs.settimeout(10)
+    assert theirs.recv(1) == b""
+    loop.stop()
+    theirs.close()
 
 
 class _Watched(socket.socket):

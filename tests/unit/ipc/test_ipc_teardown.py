@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pdkv.errors import StateError, TransferTimeoutError
 from pdkv.testing.transports.side import TransportSide
 from pdkv.transfer.messages import EngineRef
 from pdkv_connectors.ipc import IpcTransport, hashing, wire
@@ -82,3 +83,28 @@ def test_a_peer_says_that_it_dropped_memory_only_when_it_has_also_where_it_was_a
     closing.join(DEADLINE_S)
     loop.stop()
     theirs.close()
+
+
+def test_a_transport_whose_thread_does_not_end_says_where_it_is_and_keeps_what_it_uses() -> None:
+    p = TransportSide(IpcTransport)
+    p.do_open()
+    p.do_build(8192)
+    p.do_register("P", 1)
+    transport = p.transport
+    assert isinstance(transport, IpcTransport)
+    pages, gate = transport._pages, Gate(lambda: None)
+    assert transport._loop is not None
+    assert pages is not None
+    transport._loop._soon(gate)
+    assert gate.entered.wait(DEADLINE_S)
+
+    with pytest.raises(TransferTimeoutError, match=r"in wait .*, called by __call__ .*test_ipc_teardown\.py"):
+        transport.close(timeout_s=0.05)
+    address = pages.reserve(4096)  # it is open
+    pages.unreserve(address, 4096)
+    gate.opened.set()
+    transport.close()
+
+    with pytest.raises(StateError):
+        pages.reserve(4096)
+    p.do_finish()

@@ -1,4 +1,4 @@
-"""What a side channel dropped or refused: always counted, and logged as often as someone can read."""
+"""What was dropped, refused or failed because of others: always counted, and logged as often as someone can read."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ logger = logging.getLogger(__name__)
 
 
 class Complaints:
-    """Counts by name; of each name one line in `every_s` seconds is logged, with the count so far."""
+    """Counts by name; of each name one line in `every_s` seconds is logged, with the count so far.
 
-    def __init__(self, counters: Counters, clock: Clock, every_s: float) -> None:
+    Args:
+        whose: begins each line.
+    """
+
+    def __init__(self, whose: str, counters: Counters, clock: Clock, every_s: float) -> None:
         self.counters = counters
+        self._whose = whose
         self._clock = clock
         self._every_s = every_s
         self._next_at: dict[str, float] = {}
@@ -25,4 +30,4 @@ class Complaints:
         now = self._clock.monotonic()
         if now >= self._next_at.get(name, now):
             self._next_at[name] = now + self._every_s
-            logger.warning("Side channel: %s (%s: %d so far)", text, name, self.counters[name])
+            logger.warning("%s: %s (%s: %d so far)", self._whose, text, name, self.counters[name])

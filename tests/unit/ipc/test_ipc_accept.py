@@ -1,0 +1,123 @@
+"""P's listener: neither a lack of descriptors nor who goes away, or is another user, keeps others out for good."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+from ipc_peers import until
+
+from pdkv.testing.transports.side import TransportSide
+from pdkv_connectors.ipc import IpcTransport, wire
+from pdkv_connectors.ipc.owner import ACCEPT_PAUSE_S
+
+pytestmark = pytest.mark.cpu
+
+NOBODY = 65534
+BLOCKS = [[0, block, 39 - block] for block in range(40)]
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[TransportSide, TransportSide]]:
+    """P and D, both registered."""
+    sides = tuple(TransportSide(lambda: IpcTransport(drop_timeout_s=2.0)) for _ in range(2))
+    for name, side in zip("PD", sides, strict=True):
+        side.do_open()
+        side.do_build(8192)
+        side.do_register(name, 1)
+    yield sides[0], sides[1]
+    for side in sides:
+        side.do_finish()
+
+
+def address_of(side: TransportSide) -> str:
+    assert isinstance(side.transport, IpcTransport)
+    owner = side.transport._owner
+    assert owner is not None
+    return "\0" + owner.address.name
+
+
+def count(side: TransportSide, name: str) -> int:
+    return int(side.do_state().get(name, 0))
+
+
+def assert_d_can_read(p: TransportSide, d: TransportSide) -> None:
+    d.do_connect("P", 1, p.do_describe())
+    assert d.do_wait(d.do_post("P", 1, BLOCKS, reads=True), 30.0) == "done"
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """Until it is left, this process can open nothing."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(name) for name in os.listdir("/proc/self/fd")) + 8, most))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+
+
+def test_a_lack_of_descriptors_is_waited_out_counted_and_said_once(
+    pair: tuple[TransportSide, TransportSide], caplog: pytest.LogCaptureFixture
+) -> None:
+    p, d = pair
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as early:
+        with caplog.at_level(logging.WARNING), no_descriptor_left():
+            begin = time.monotonic()
+            early.connect(address_of(p))
+            until(lambda: count(p, "accepts_failed"), lambda failed: failed >= 3)
+            tries, took_s = count(p, "accepts_failed"), time.monotonic() - begin
+
+        assert tries <= took_s / ACCEPT_PAUSE_S + 1, "it pauses between"
+        assert caplog.text.count("Too many open files") == 1
+        assert_d_can_read(p, d)
+
+
+def test_who_goes_away_before_he_is_let_in_keeps_nobody_out(
+    pair: tuple[TransportSide, TransportSide], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = pair
+    left = [errno.ECONNABORTED, errno.EPERM, errno.ECONNABORTED]
+    accept = socket.socket.accept
+
+    def aborted(self: socket.socket) -> Any:
+        if left:
+            raise OSError(left.pop(), "gone")
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", aborted)
+    assert_d_can_read(p, d)
+    assert count(p, "accepts_failed") == 3
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_is_turned_away_before_he_says_a_word(pair: tuple[TransportSide, TransportSide]) -> None:
+    p, d = pair
+    script = (
+        "import os, socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.settimeout(30)\n"
+        f"os.setuid({NOBODY}); s.connect(chr(0) + sys.argv[1])\n"
+        "sys.stdout.buffer.write(s.recv(4096)); assert s.recv(1) == b''\n"
+    )
+    command = [sys.executable, "-c", script, address_of(p)[1:]]
+    said = subprocess.run(command, capture_output=True, timeout=60, check=True).stdout
+    message = wire._decoder.decode(said)
+    assert isinstance(message, wire.Refuse)
+    assert str(NOBODY) in message.reason
+    assert count(p, "holders") == 0
+    assert_d_can_read(p, d)
