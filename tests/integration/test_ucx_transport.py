@@ -253,3 +253,52 @@ def test_ucx_settings_of_ucxx_reach_neither_other_libraries_nor_child_processes(
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout.splitlines()[-1] == "[]"
+
+
+def at_exit(body: str) -> subprocess.CompletedProcess[str]:
+    """A process whose last act, after UCX was stopped, is `body`; `a` reads from `b` in the moment it exits."""
+    script = (
+        "import atexit, os, sys, threading, time; sys.path[:0] = {path!r}\n"
+        "def last():\n"
+        "    begin = time.monotonic()\n"
+        "{body}"
+        "    print('took', round(time.monotonic() - begin, 2), flush=True)\n"
+        "atexit.register(last)\n"  # before UCX's own, so that it is called after it
+        "from test_ucx_transport import cache_of, BlockPair, P, D, TransferState, TransportError\n"
+        "from pdkv_connectors.ucx.transport import UcxTransport\n"
+        "a, b, cache = UcxTransport(), UcxTransport(), cache_of(3000)\n"
+        "a.register(cache, P); b.register(cache, D); b.connect(P, a.describe())\n"
+        "port = a.describe_state()['port']\n"
+        "transfer = b.read(P, [BlockPair(0, 2 * n, 2 * n + 1) for n in range(1, 1400)])\n"
+    ).format(path=sys.path, body="".join(f"    {line}\n" for line in body.splitlines()))
+    return subprocess.run([sys.executable, "-X", "dev", "-c", script], capture_output=True, text=True, timeout=120)
+
+
+def test_I9_transports_that_are_closed_after_ucx_was_stopped_are_closed_at_once_and_leak_nothing() -> None:
+    done = at_exit(
+        "a.close(); b.close(); cache.close()\n"
+        "print(transfer.poll().value, a.describe_state()['running'], b.describe_state()['registered'])\n"
+        "listening = [line for line in open('/proc/net/tcp') if f':{port:04X} 00000000' in line]\n"
+        "print(len(listening), [thread.name for thread in threading.enumerate()])\n"
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert lines[0] in ("failed 0 False", "done 0 False"), done.stdout
+    assert lines[1] == "0 ['MainThread']"
+    assert float(lines[2].removeprefix("took ")) < 1.0
+    assert "never awaited" not in done.stderr, done.stderr
+
+
+def test_what_is_asked_of_ucx_after_it_was_stopped_is_refused_at_once() -> None:
+    done = at_exit(
+        "for ask in (UcxTransport, lambda: b.read(P, [BlockPair(0, 1, 2)]), lambda: b.connect(P, a.describe())):\n"
+        "    try:\n"
+        "        ask()\n"
+        "    except TransportError as error:\n"
+        "        print(error)\n"
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert len(lines) == 4, done.stdout
+    assert all("UCX was stopped" in line or "is closed" in line for line in lines[:3]), lines
+    assert float(lines[3].removeprefix("took ")) < 1.0

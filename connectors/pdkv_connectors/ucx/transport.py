@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from pdkv.errors import PdkvError, ProtocolError, TransportError
+from pdkv.errors import PdkvError, ProtocolError, TransferTimeoutError, TransportError
 from pdkv.transfer.base import PostedTransfer, TransportBase
 from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.checks import Connection
@@ -94,18 +94,33 @@ class UcxTransport(TransportBase[AskingLink]):
             self._memory = None
             raise
         self._server = server
+        self._loop.use(self, self._end)
 
     def _do_unregister(self) -> None:
-        server, self._server, self._memory, self._port = self._server, None, None, 0
-        if server is not None:
+        server = self._server
+        if server is not None and not self._loop.is_over:  # where it is over the loop has ended the server
             self._loop.run(server.stop("the peer has unregistered its cache"), STOP_S)
+        self._loop.leave(self)
+        self._server, self._memory, self._port = None, None, 0
 
     def _do_stop(self, timeout_s: float) -> None:
         """Close the connections; then nothing of a transfer is in flight."""
         futures = [transfer.future for transfer in self._running if isinstance(transfer, _UcxTransfer)]
+        if not self._loop.is_over:
+            self._loop.run(self._close_links("the transport was closed"), timeout_s)
+        left = concurrent.futures.wait(futures, timeout_s).not_done
+        if left:
+            raise TransferTimeoutError(f"{len(left)} transfers over UCX have not ended within {timeout_s:g} s.")
+
+    async def _close_links(self, reason: str) -> None:
         for connection in (*self._connections.all(), *self._leaving):
-            self._loop.spawn(_closed(connection.link))
-        concurrent.futures.wait(futures, timeout_s)
+            connection.link.close(reason)
+
+    async def _end(self) -> None:
+        """The interpreter exits."""
+        await self._close_links("the process exits")
+        if self._server is not None:
+            await self._server.stop("the process exits")
 
     # Peers.
 
@@ -132,7 +147,8 @@ class UcxTransport(TransportBase[AskingLink]):
         return link
 
     def _do_disconnect(self, connection: Connection[AskingLink]) -> None:
-        self._loop.spawn(connection.link.disconnect())
+        if not self._loop.is_over:
+            self._loop.spawn(connection.link.disconnect())
 
     # Transfers.
 
@@ -177,7 +193,3 @@ class _UcxTransfer(PostedTransfer):
             self.reason = str(error) or type(error).__name__
         self.reason = self.reason or "the transport was closed under the transfer"
         return TransferState.FAILED
-
-
-async def _closed(link: AskingLink) -> None:
-    link.close("the transport was closed")
