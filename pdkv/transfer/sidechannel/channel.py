@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-import threading
 
 from pdkv.errors import StateError, TransportError
 from pdkv.transfer.clock import Clock, SystemClock
@@ -53,7 +52,6 @@ class SideChannel:
         self._loop = Loop(engine_id, settings, self._inbox, self._outgoing, clock or SystemClock(), self.counters)
         self._is_secured = settings.keys is not None
         self._closed = False
-        self._closing = threading.Lock()
         self._loop.start()
         try:
             #: Where it listens, with the real port; None where it only connects.
@@ -97,16 +95,16 @@ class SideChannel:
         return self._inbox.signal.fileno()
 
     def close(self, *, timeout_s: float = 2.0) -> None:
-        """Send what waits, as far as that goes at once, and let go of everything. Idempotent; from any thread."""
-        with self._closing:
-            if self._closed:
-                return
-            self._closed = True
+        """Send what waits, as far as that goes at once, and let go of everything. Idempotent; from any thread.
+
+        Where the thread does not end in time that is logged, and it keeps what it uses until close() is called again.
+        """
+        self._closed = True
         self._loop.stop()
         self._loop.join(timeout_s)
         if self._loop.is_alive():
             logger.error("The side channel of %s did not end within %s s.", self.engine_id, timeout_s)
-            return  # its thread still uses the descriptors
+            return
         self._inbox.signal.close()
         self._outgoing.signal.close()
 

@@ -41,7 +41,7 @@ class ConnectingEnd:
             self._forget(host)
             host.socket.disable_monitor()
         added = [self._add(entry) for entry in sorted(wanted - self._hosts.keys(), key=str)]
-        return _sockets(added), _sockets(removed)
+        return _sockets([host for host in added if host is not None]), _sockets(removed)
 
     def send(self, engine_id: str, frame: bytes) -> bool:
         """Whether the frame is on its way to a host."""
@@ -111,14 +111,24 @@ class ConnectingEnd:
             return False
         return True
 
-    def _add(self, entry: PeerEntry) -> Host:
+    def _add(self, entry: PeerEntry) -> Host | None:
+        """None where there is no socket for it now (no descriptor left, for one); it is wanted again in a second."""
         address, settings = entry.address, self._settings
         assert address is not None
-        socket = connecting_socket(
-            self._context, settings.limits, settings.keys, entry.public_key, ipv6=address.is_ipv6
-        )
-        host = self._hosts[entry] = Host(entry, socket, monitor_of(socket))
-        socket.connect(address.endpoint)
+        socket = None
+        try:
+            socket = connecting_socket(
+                self._context, settings.limits, settings.keys, entry.public_key, ipv6=address.is_ipv6
+            )
+            host = Host(entry, socket, monitor_of(socket))
+            socket.connect(address.endpoint)
+        except zmq.ZMQError as error:
+            self._complain("sockets_failed", f"{entry.name} at {address} is tried again in a second: {error}")
+            if socket is not None:
+                socket.disable_monitor()
+                socket.close(0)
+            return None
+        self._hosts[entry] = host
         return host
 
     def _look(self, host: Host) -> None:

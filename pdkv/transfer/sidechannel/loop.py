@@ -18,6 +18,7 @@ from pdkv.transfer.messages import AnyMessage, Refuse, decode
 from pdkv.transfer.sidechannel.addresses import Address
 from pdkv.transfer.sidechannel.bound import BoundEnd
 from pdkv.transfer.sidechannel.connecting import ConnectingEnd
+from pdkv.transfer.sidechannel.peers import PeerEntry
 from pdkv.transfer.sidechannel.queues import Inbox, Outgoing
 from pdkv.transfer.sidechannel.settings import SideChannelSettings
 from pdkv.transfer.sidechannel.sockets import Context
@@ -48,6 +49,7 @@ class Loop(threading.Thread):
         self._complain = Complaints("Side channel", counters, clock, settings.limits.warn_every_s)
         self._counters = counters
         self._stopping = threading.Event()
+        self._entries: tuple[PeerEntry, ...] = ()
         self._refresh_at = 0.0
         self._warn_at = 0.0
         self._changed = threading.Condition()
@@ -150,7 +152,7 @@ class Loop(threading.Thread):
         if now < self._refresh_at:
             return
         self._refresh_at = now + self._settings.limits.refresh_every_s
-        entries = tuple(self._settings.peers.entries())
+        entries = self._ask_for_peers()
         if self._bound is not None:
             self._bound.allow(entries)
         added, removed = self._connecting.connect(entries)
@@ -160,6 +162,14 @@ class Loop(threading.Thread):
             self._poller.unregister(socket)
             socket.close()
         self._warn(now)
+
+    def _ask_for_peers(self) -> tuple[PeerEntry, ...]:
+        """The peer book's; those from before where it fails, which may be somebody else's registry."""
+        try:
+            self._entries = tuple(self._settings.peers.entries())
+        except Exception as error:
+            self._complain("peers_unknown", f"the peer book failed, so the peers stay as they were: {error!r}")
+        return self._entries
 
     def _publish(self) -> None:
         """Let other threads know who is there."""

@@ -75,14 +75,17 @@ class PeersFile:
 
     def entries(self) -> Sequence[PeerEntry]:
         seen = self._fingerprint()
-        if seen != self._seen:
-            self._seen = seen
-            try:
-                self._entries = read_peers(self.path)
-            except ConfigError as error:
-                logger.error("The peers stay as they were: %s", error)
-            else:
-                logger.info("Read %d peers from %s.", len(self._entries), self.path)
+        if seen == self._seen:
+            return self._entries
+        try:
+            self._entries = read_peers(self.path)
+        except ConfigError as error:
+            logger.error("The peers stay as they were: %s", error)
+            if seen and isinstance(error.__cause__, OSError):
+                return self._entries  # it is there and could not be opened, for lack of a descriptor maybe: once more
+        else:
+            logger.info("Read %d peers from %s.", len(self._entries), self.path)
+        self._seen = seen
         return self._entries
 
     def _fingerprint(self) -> tuple[int, ...]:
