@@ -19,6 +19,7 @@ class ImportedMemory:
 
     Attributes:
         address, nbytes: the range, as long as the peer's reservation.
+        pieces: where in it there is memory; elsewhere a touch kills the process.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class ImportedMemory:
         self._lock = threading.Lock()
         self._backing: Backing | None = Backing(driver, nbytes)
         self.address, self.nbytes = self._backing.address, nbytes
+        self.pieces = tuple(piece for piece, _ in chunks)
         try:
             for piece, fd in chunks:
                 self._backing.take(driver.import_fd(fd, piece.nbytes), piece.offset, read_only=not writable)

@@ -98,7 +98,8 @@ class Link:
         except (OSError, ProtocolError) as error:
             logger.warning("The ipc connection to engine %r is lost: %s", self._peer.engine_id, error)
             received = None
-        message = received[0] if received is not None else None
+        message, fds = received if received is not None else (None, ())
+        wire.close_all(fds)  # all that P had to hand over is here
         if isinstance(message, wire.Offered):
             with self.lock:
                 if message.ticket in self._tickets:

@@ -150,6 +150,7 @@ class Owner:
             elif isinstance(received[0], wire.Offer) and connection in self._peers:
                 self._make_ready(connection, received[0])
             else:
+                wire.close_all(received[1])
                 self._turn_away(connection, f"{type(received[0]).__name__} was not expected now")
         except PdkvError as error:
             self._turn_away(connection, str(error))

@@ -29,6 +29,7 @@ from pdkv.transfer.first_error import FirstError
 from pdkv.transfer.geometry import CacheGeometry
 from pdkv.transfer.messages import EngineRef
 from pdkv_connectors.ipc import wire
+from pdkv_connectors.ipc.believed import require_backed
 from pdkv_connectors.ipc.board import Board
 from pdkv_connectors.ipc.columns import BlockColumns, Ids, are_within, columns_of
 from pdkv_connectors.ipc.legs import legs_between, require_verifiable
@@ -226,6 +227,7 @@ class IpcTransport(TransportBase[Route]):
         link = open_link(address, peer, me, {0: driver, 1: driver, 2: self._pages}, timeout_s)
         between = Between(link, geometry, ours, legs, scales, self.verify)
         try:
+            require_backed(geometry, link.memories, verify=self.verify)
             route = (
                 CudaRoute(between, cache.address, self._movers[0])
                 if self._movers

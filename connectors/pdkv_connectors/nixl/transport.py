@@ -23,7 +23,7 @@ from pdkv.transfer.base import PostedTransfer, TransportBase
 from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.checks import Connection
 from pdkv.transfer.geometry import CacheGeometry
-from pdkv.transfer.messages import EngineRef
+from pdkv.transfer.messages import EngineRef, Name
 from pdkv.transfer.runs import copies_for
 from pdkv.transfer.transport import TransferState
 from pdkv_connectors.nixl.agent import MEMORY, destroy_agent, make_agent, translated
@@ -49,8 +49,16 @@ _probed: set[str] = set()  # kinds of memory, in this process
 class _Own(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The transport's part of the metadata."""
 
-    agent: str
+    agent: Name
     metadata: bytes
+
+
+def read_own(own: bytes) -> _Own:
+    """Raises ProtocolError where it is not valid."""
+    try:
+        return msgspec.msgpack.decode(own, type=_Own)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"a peer's NIXL metadata is not valid: {error}") from error
 
 
 @dataclass(slots=True)
@@ -177,10 +185,7 @@ class NixlTransport(TransportBase[_Link]):
     def _do_connect(self, peer: EngineRef, geometry: CacheGeometry, own: bytes, timeout_s: float) -> _Link:
         if geometry.driver not in MEMORY:
             raise TransportError(f"NIXL cannot reach memory of the peer's driver {geometry.driver!r}; use another one.")
-        try:
-            found = msgspec.msgpack.decode(own, type=_Own)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"a peer's NIXL metadata is not valid: {error}") from error
+        found = read_own(own)
         for known in (*self._connections.all(), *self._leaving):
             if known.link.agent == found.agent:
                 return known.link  # NIXL has the agent already, or has it still

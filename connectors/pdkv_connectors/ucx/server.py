@@ -9,7 +9,7 @@ import secrets
 from collections import Counter
 from typing import Any
 
-from pdkv.errors import ProtocolError, StaleGenerationError
+from pdkv.errors import ProtocolError
 from pdkv.transfer.messages import EngineRef
 from pdkv_connectors.ucx.link import Link
 from pdkv_connectors.ucx.memory import Memory
@@ -91,15 +91,12 @@ class Server:
 
     async def _serve_one(self, link: Link, ask: Ask) -> None:
         try:
+            refusal = self._refusal(ask)
+            if refusal is not None:
+                self._counts["asks_refused"] += 1
+                await link.send(No(ask.number, refusal[:512]))
+                return
             offsets, nbytes = arrays_of(ask)
-            if ask.server != self._engine:
-                raise StaleGenerationError(f"{ask.server} was asked, this is {self._engine}")
-            self._memory.require_committed(offsets, nbytes)
-        except (ProtocolError, StaleGenerationError) as error:
-            self._counts["asks_refused"] += 1
-            await link.send(No(ask.number, str(error)[:512]))
-            return
-        try:
             await link.send(Go(ask.number))
             move = link.send_bytes if ask.reads else link.receive_bytes
             await move(ask.number, self._memory, offsets, nbytes)
@@ -107,3 +104,13 @@ class Server:
             self._counts["served"] += 1
         except Exception as error:
             link.close(f"a transfer of the peer failed ({error})")
+
+    def _refusal(self, ask: Ask) -> str | None:
+        """Why these bytes are not for the peer; None where they are."""
+        if ask.server != self._engine:
+            return f"{ask.server} was asked, this is {self._engine}"
+        try:
+            self._memory.require_committed(*arrays_of(ask))
+        except ProtocolError as error:
+            return str(error)
+        return None

@@ -67,6 +67,14 @@ class _Own(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     token: Digest
 
 
+def read_own(own: bytes) -> _Own:
+    """Raises ProtocolError where it is not valid."""
+    try:
+        return msgspec.msgpack.decode(own, type=_Own)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"a peer's UCX metadata is not valid: {error}") from error
+
+
 class UcxTransport(TransportBase[AskingLink]):
     """See the module's docstring."""
 
@@ -130,11 +138,7 @@ class UcxTransport(TransportBase[AskingLink]):
         return msgspec.msgpack.encode(_Own(self.settings.host, self._port, self._server.token))
 
     def _do_connect(self, peer: EngineRef, geometry: CacheGeometry, own: bytes, timeout_s: float) -> AskingLink:
-        try:
-            found = msgspec.msgpack.decode(own, type=_Own)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"a peer's UCX metadata is not valid: {error}") from error
-        return self._loop.run(self._open(found), timeout_s)
+        return self._loop.run(self._open(read_own(own)), timeout_s)
 
     async def _open(self, own: _Own) -> AskingLink:
         link = AskingLink(await self._loop.ucx.create_endpoint(own.host, own.port))

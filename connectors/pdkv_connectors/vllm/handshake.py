@@ -55,5 +55,5 @@ def read_stamp(payload: NixlHandshakePayload) -> RankInfo | None:
     try:
         found = msgspec.msgpack.decode(payload.agent_metadata_bytes).get(KEY)
         return None if found is None else msgspec.convert(found, RankInfo)
-    except (msgspec.MsgspecError, AttributeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, AttributeError) as error:
         raise ProtocolError(f"the handshake of the peer is not valid: {error}; run the same pdkv on both.") from error
