@@ -178,8 +178,8 @@ def _beside_step(name: str, cache: GrowableKVCache, there: dict[str, Any], large
         try:
             alone = interleaved({"step": decoding.step}, NUM_STEPS // 3, 10)["step"]
             seconds = _transfers_beside_steps(decoding, reader, pairs)
-            # A step waits for more work than one transfer, where that is the shorter one.
-            depth = 1 + ceil(2 * statistics.median(alone) / min(seconds))
+            # Also a step that many of its kernels have to wait in must not outlast them.
+            depth = 1 + ceil(12 * statistics.median(alone) / min(seconds))
             busy = _steps_beside_transfers(decoding, reader, pairs, depth)
         finally:
             reader.transport.close()
@@ -194,7 +194,10 @@ def _beside_step(name: str, cache: GrowableKVCache, there: dict[str, Any], large
 
 
 def _steps_beside_transfers(decoding: Decoding, reader: Reader, pairs: BlockColumns, depth: int) -> list[float]:
-    """Times of steps during all of which a transfer ran; `depth` are posted, and run one after the other."""
+    """The mean time of steps during all of which a transfer ran; `depth` are posted, and run one after the other.
+
+    Not the median: where few kernels of a step have to wait until a copy leaves their place, it would not show them.
+    """
     times: list[float] = []
     running: deque[Transfer] = deque()
     for _ in range(NUM_STEPS):
@@ -212,7 +215,7 @@ def _steps_beside_transfers(decoding: Decoding, reader: Reader, pairs: BlockColu
         _require_done(transfer)
     if len(times) < NUM_STEPS // 2:
         raise SystemExit(f"transfer: {NUM_STEPS - len(times)} of {NUM_STEPS} steps outlasted {depth} transfers")
-    return times
+    return [statistics.fmean(times)]
 
 
 def _transfers_beside_steps(decoding: Decoding, reader: Reader, pairs: BlockColumns) -> list[float]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
-from pdkv.errors import TransportError
 from pdkv.testing import TRANSPORT_CHECKS, TransportBench, run_transport_check
 
 pytestmark = pytest.mark.gpu
@@ -38,15 +36,10 @@ def test_it_keeps_the_contract_between_cards(rule: str, bench: TransportBench) -
     run_transport_check(rule, bench)
 
 
-def test_what_a_process_that_sees_its_own_card_only_gets(record: Callable[..., Any]) -> None:
+def test_a_process_that_sees_its_own_card_only_reads_from_the_other() -> None:
     with TransportBench(IPC, processes=2, driver="cuda", environment=P_SEES, d_environment=OWN) as bench:
         bench.open()
-        try:
-            bench.meet()
-            bench.move(PAIRS)
-            bench.require_moved(PAIRS)
-        except TransportError as error:
-            record("ipc-two-cards", sees="own", outcome=str(error))
-        else:
-            record("ipc-two-cards", sees="own", outcome="moved")
+        bench.meet()
+        bench.move(PAIRS)
+        bench.require_moved(PAIRS)
         bench.finish()

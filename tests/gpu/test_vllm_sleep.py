@@ -93,6 +93,23 @@ def test_prefill_and_decode_sleep_between_requests_and_the_tokens_stay_those_of_
         assert awake <= asleep - physical + (64 << 20)
     assert decode.ask("facts")["counts"]["recomputed_tokens"] == 0
     assert decode.ask("graphs")["captures"] == captures, "graphs captured before the sleep serve after it"
+    if mode == "Pull":
+        a_sleep_that_says_so_ends_leases(prefill, decode)
+        record("vllm-sleep", mode=mode, case="leases ended by a sleep, and refused afterwards")
+
+
+def a_sleep_that_says_so_ends_leases(prefill: EngineProcess, decode: EngineProcess) -> None:
+    """And what was leased is refused afterwards; other requests go on as before."""
+    expected, first_id = run_pd(prefill, decode)[0], next(_ids)
+    wait_until_nobody_holds(prefill)
+    ask = {"do_remote_decode": True, "do_remote_prefill": False}
+    leased = [answer["transfer"] for answer in prefill.generate(PROMPTS[-1:], 1, [ask], first_id)]
+    assert "LeasesHeldError" in prefill.ask("sleep")
+    assert prefill.ask("sleep", mode="abort_transfers") is None
+    assert prefill.ask("sleeping")["physical_bytes"] == 0
+    assert prefill.ask("wake") is None
+    assert decode.generate(PROMPTS[-1:], MAX_TOKENS, leased, first_id)[0]["finish"] == "error"
+    assert run_pd(prefill, decode)[0] == expected
 
 
 def test_a_decode_engine_that_repeats_an_old_request_while_prefill_sleeps_kills_nobody(

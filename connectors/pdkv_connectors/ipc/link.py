@@ -141,7 +141,7 @@ def open_link(
 
     Raises:
         TransportError: P is on another machine, is another user's, is not there, or refuses; or its memory cannot be
-            mapped here, as that of a card that this process does not see or cannot reach.
+            mapped here, as that of a card that this one has no peer access to.
         TransferTimeoutError: it did not answer in time.
     """
     if address.machine != wire.machine_id():
@@ -176,9 +176,8 @@ def open_link(
             ) from error
         if isinstance(error, DriverError):
             raise TransportError(
-                f"the memory of engine {peer.engine_id!r} cannot be mapped here: {error}. On another card it takes "
-                "peer access between the two, and both cards in CUDA_VISIBLE_DEVICES, the own one first; else use "
-                "another transport."
+                f"the memory of engine {peer.engine_id!r} cannot be mapped here: {error}. Between two cards it takes "
+                "peer access (nvidia-smi topo -p2p r); use another transport."
             ) from error
         if isinstance(error, OSError):
             raise TransportError(f"engine {peer.engine_id!r} cannot be reached on this machine: {error}") from error
