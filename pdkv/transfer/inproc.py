@@ -84,6 +84,10 @@ class _InprocTransfer(PostedTransfer):
         self._left: Iterator[tuple[int, int, int]] = iter(copies)
         self._reads = reads
 
+    @property
+    def moves_in_poll(self) -> bool:
+        return True
+
     def _look(self) -> TransferState:
         try:
             peer = self._mine.find(self.connection.link)

@@ -88,10 +88,10 @@ class SessionBase:
         for message in messages:
             self._received(message)
         self.host.progress()
-        ended = self._poll_transfers()
+        moved = self._poll_transfers()
         for endpoint in self._endpoints:
             endpoint.tick()
-        return self._act() or bool(messages) or ended
+        return self._act() or bool(messages) or moved
 
     def _next_deadline(self) -> float | None:
         return earliest(*(endpoint.next_deadline() for endpoint in self._endpoints))
@@ -184,15 +184,17 @@ class SessionBase:
         self._poll_transfers()
 
     def _poll_transfers(self) -> bool:
-        ended = False
+        """Whether one ended, or moved because it was polled."""
+        worked = False
         for key, transfer in list(self._running.items()):
             state = transfer.poll()
             if state is TransferState.RUNNING:
+                worked = worked or transfer.moves_in_poll
                 continue
-            ended = True
+            worked = True
             del self._running[key]
             self._ended(key, state is TransferState.DONE)
-        return ended
+        return worked
 
     def _ended(self, key: TransferKey, ok: bool, *, posted: bool = True) -> None:
         if self._is_pull and self._consumer is not None:

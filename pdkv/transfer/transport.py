@@ -51,8 +51,13 @@ class Transfer(ABC):
     def poll(self) -> TransferState:
         """The state now, after making what progress can be made without waiting."""
 
+    @property
+    def moves_in_poll(self) -> bool:
+        """Whether :meth:`poll` itself moves bytes, a millisecond's worth or so: a pause before the next one is lost."""
+        return False
+
     def wait(self, timeout_s: float) -> TransferState:
-        """Poll, with back-off, until the transfer has ended.
+        """Poll, with back-off unless polling itself moves it, until the transfer has ended.
 
         Raises:
             TransferTimeoutError: it still runs. Its destination may still be written: quarantine the blocks.
@@ -65,6 +70,9 @@ class Transfer(ABC):
                     f"a transfer has not ended within {timeout_s:g} s; it may still write, so keep its destination "
                     "blocks out of use until it has ended or its transport is closed."
                 )
+            if self.moves_in_poll:
+                pause_s = SHORTEST_PAUSE_S
+                continue
             time.sleep(min(pause_s, left))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         return state

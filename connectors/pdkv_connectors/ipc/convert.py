@@ -1,6 +1,8 @@
-"""Copying and converting pages with torch's own operations: what the host does, and what the kernels must equal.
+"""Copying and converting pages on the host: what it does, and what the kernels must equal.
 
-Views are int8 ``[B, H, N, C]`` with C in bytes, one for each layer, over the whole of a side's committed blocks.
+Views are int8 ``[B, H, N, C]`` with C in bytes, one for each layer, over the whole of a side's committed blocks. Units
+are taken and written by numpy: torch's index operations have threads meet even for one page, which took microseconds on
+an idle machine and 10 ms beside busy neighbours.
 """
 
 from __future__ import annotations
@@ -54,28 +56,40 @@ def quantize(values: torch.Tensor, inverse_k: float, inverse_v: float) -> torch.
     return bytes_.masked_fill(is_nan, FP8_NAN)
 
 
+def take_units(view: torch.Tensor, units: npt.NDArray[np.int64]) -> npt.NDArray[np.int8]:
+    """int8 ``[units, heads, unit, C]``, a copy.
+
+    Args:
+        view: of :func:`unit_view`.
+        units: ``block * units of a block + unit``.
+    """
+    per_block = view.shape[2]
+    taken: npt.NDArray[np.int8] = view.numpy()[units // per_block, :, units % per_block]
+    return np.ascontiguousarray(taken)
+
+
 def copy_units(
     plan: PagePlan,
-    units: torch.Tensor,
+    units: npt.NDArray[np.int8],
     destination: torch.Tensor,
-    destination_units: torch.Tensor,
+    destination_units: npt.NDArray[np.int64],
     inverses: tuple[float, float] = (1.0, 1.0),
 ) -> None:
-    """Write units of one layer, as :func:`unit_view` of the source gave them, to their places.
+    """Write units of one layer, as :func:`take_units` gave them, to their places.
 
     Args:
         units: int8 ``[units, heads, unit, C]``.
         destination: a view as above.
-        destination_units: int64 ``[units]``, ``block * units of a block + unit``.
+        destination_units: ``[units]``, ``block * units of a block + unit``.
         inverses: 1 / scale of K and of V; used where the plan quantizes.
     """
     import torch
 
     if plan.quantize:
-        units = quantize(units.contiguous().view(torch.bfloat16), *inverses)
-    unit_view(destination, plan.unit, plan.heads.destination, plan.heads.count)[
-        destination_units // plan.destination_units, :, destination_units % plan.destination_units
-    ] = units
+        units = quantize(torch.from_numpy(units).view(torch.bfloat16), *inverses).numpy()
+    per_block = plan.destination_units
+    view = unit_view(destination, plan.unit, plan.heads.destination, plan.heads.count).numpy()
+    view[destination_units // per_block, :, destination_units % per_block] = units
 
 
 def unit_view(view: torch.Tensor, unit: int, first_head: int, heads: int) -> torch.Tensor:

@@ -27,7 +27,8 @@ of a kernel is so many words: the first term then stays in registers, and the se
 GRANULE_STATES = 16
 """States (tokens) in a granule, where a block has as many: vLLM's smallest block on GPUs."""
 
-_CACHED_NBYTES = 1 << 18  # hashed at once, so that what lies between two steps stays in a core's own cache
+_CACHED_NBYTES = 1 << 17  # hashed at once, so that what lies between two steps stays in a core's own cache
+_LOW, _HALF = np.uint64(2**32 - 1), np.uint64(32)
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 
@@ -69,8 +70,10 @@ def hash_words(words: npt.NDArray[np.int64], keys: npt.NDArray[np.uint32]) -> np
     for first in range(0, len(words), step):
         part = slice(first, first + step)
         # Both halves at once: 32-bit addition wraps, and so adds no carry from one half to the other.
-        mixed = halves[part] + (flat[part] if flat.ndim == words.ndim else flat)
-        np.einsum("...i,...i->...", mixed[..., 0::2], mixed[..., 1::2], dtype=np.uint64, out=result[part])
+        mixed = (halves[part] + (flat[part] if flat.ndim == words.ndim else flat)).view(np.uint64)
+        low = mixed & _LOW
+        mixed >>= _HALF
+        np.einsum("...i,...i->...", low, mixed, out=result[part])
     return result.view(np.int64)
 
 

@@ -180,8 +180,9 @@ class HostRoute(Route):
         from pdkv_connectors.ipc.host_mover import HostCopy, HostSide, RawTensor
 
         def imported(number: int) -> RawTensor:
-            address = self.link.memories[number].address
-            return lambda offset, nbytes: self._driver.tensor(address + offset, nbytes, self.link)
+            of = self.link.memories[number]
+            whole = self._driver.tensor(of.address, of.nbytes, self.link)
+            return lambda offset, nbytes: whole[offset : offset + nbytes]
 
         memory, cache = self.link.memories[CACHE], self._cache
         pairs = [pair for part in columns for pair in part]

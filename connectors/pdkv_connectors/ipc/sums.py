@@ -109,8 +109,6 @@ class PageSums:
         return [mover.sum_leg([place for place in places if place.shape == shape], base, table) for shape in shapes]
 
     def _sum_on_host(self, place: LayerPlace, blocks: Ids) -> None:
-        import torch
-
         from pdkv_connectors.ipc.convert import page_keys, page_view
         from pdkv_connectors.ipc.hashing import hash_granules
 
@@ -118,11 +116,11 @@ class PageSums:
         if shape not in self._keys:
             self._keys[shape] = page_keys(shape)
         raw = self._cache.raw_tensor()
-        pages = page_view(raw, shape, num_blocks, place.offset).view(torch.int64)
-        table = self._reservation.tensor(place.sum_offset, num_blocks * shape.sums * WORD_NBYTES).view(torch.int64)
-        table = table.view(num_blocks, shape.num_heads, shape.granules)
+        pages = page_view(raw, shape, num_blocks, place.offset).numpy().view(np.int64)
+        table = self._reservation.tensor(place.sum_offset, num_blocks * shape.sums * WORD_NBYTES).numpy()
+        table = table.view(np.int64).reshape(num_blocks, shape.num_heads, shape.granules)
         step = max(1, _STEP_NBYTES // shape.nbytes)
         for first in range(0, len(blocks), step):
             self._require_open()
-            now = torch.from_numpy(blocks[first : first + step].astype(np.int64))
-            table[now] = torch.from_numpy(hash_granules(pages[now].numpy(), self._keys[shape]))
+            now = blocks[first : first + step]
+            table[now] = hash_granules(pages[now], self._keys[shape])

@@ -55,6 +55,10 @@ class IpcTransfer(PostedTransfer):
         for group, blocks in missing:
             self._tickets += link.ask_for(group, blocks)
 
+    @property
+    def moves_in_poll(self) -> bool:
+        return self._running is not None and self._route.needs_memory
+
     def wait(self, timeout_s: float) -> TransferState:
         if not self._route.needs_memory:
             end = time.perf_counter() + min(SPIN_S, timeout_s)

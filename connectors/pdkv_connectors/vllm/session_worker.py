@@ -35,6 +35,8 @@ logger = init_logger(f"vllm.{__name__}")
 
 CONNECT_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
+#: Seconds of a step for transfers that move only while they are polled: ipc on the host.
+MOVING_S = 5e-3
 
 
 class SessionWorker:
@@ -125,8 +127,9 @@ class SessionWorker:
 
     def collect(self) -> StepReports | None:
         """What there is to say since the last step."""
+        until = time.monotonic() + MOVING_S
         for number, (transfer, order, since) in list(self._running.items()):
-            if (state := transfer.poll()) is TransferState.RUNNING:
+            if (state := _poll(transfer, until)) is TransferState.RUNNING:
                 continue
             del self._running[number]
             self._moving_s += time.monotonic() - since
@@ -202,3 +205,11 @@ class SessionWorker:
             if state != self._state:
                 self._state = state
                 self._reports.state[self._rank] = state
+
+
+def _poll(transfer: Transfer, until: float) -> TransferState:
+    """The state, after moving it as long as `until` allows where polling is what moves it."""
+    state = transfer.poll()
+    while state is TransferState.RUNNING and transfer.moves_in_poll and time.monotonic() < until:
+        state = transfer.poll()
+    return state

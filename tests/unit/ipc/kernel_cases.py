@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pdkv_connectors.ipc.convert import copy_units, page_keys, page_view, unit_view
+from pdkv_connectors.ipc.convert import copy_units, page_keys, page_view, take_units, unit_view
 from pdkv_connectors.ipc.hashing import hash_granules
 from pdkv_connectors.ipc.plan import HeadSlice, PagePlan, PageShape, plan_pages
 
@@ -114,9 +114,8 @@ def make_case(plan: PagePlan, units: int, device: str = "cpu", seed: int = 1, *,
         pages = page_view(source, plan.source, blocks[0], layer * strides[0])
         target = page_view(expected, plan.destination, blocks[1], layer * strides[1])
         k, v = inverses[layer].tolist()
-        units = unit_view(pages, plan.unit, plan.heads.source, plan.heads.count)
-        units = units[source_units // plan.source_units, :, source_units % plan.source_units]
-        copy_units(plan, units, target, destination_units, (k, v))
+        units = take_units(unit_view(pages, plan.unit, plan.heads.source, plan.heads.count), source_units.numpy())
+        copy_units(plan, units, target, destination_units.numpy(), (k, v))
         sums.append(torch.from_numpy(hash_granules(pages.view(torch.int64).numpy(), page_keys(plan.source))))
     tensors: list[Any] = [source, destination, expected, source_units, destination_units, torch.stack(sums), inverses]
     return Case(plan, *(tensor.to(device) for tensor in tensors), *strides)

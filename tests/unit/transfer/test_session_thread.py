@@ -15,6 +15,7 @@ from session_pair import contents, fill, make_cache, make_session, run
 import pdkv
 from pdkv.errors import ConnectorError
 from pdkv.transfer.actions import FreeBlocks, Loaded
+from pdkv.transfer.inproc import InprocTransport
 from pdkv.transfer.inproc_carrier import InprocNetwork
 from pdkv.transfer.session import Session
 from pdkv.transfer.session_thread import FD_SETSIZE, SessionThread, Turn
@@ -126,6 +127,26 @@ def test_an_error_of_the_thread_reaches_the_engine(
     with pytest.raises(ConnectorError, match="ZeroDivisionError"):
         session.poll()
     session.close()
+
+
+def test_a_session_whose_transfer_moves_in_polls_does_not_back_off(
+    caches: tuple[pdkv.GrowableKVCache, pdkv.GrowableKVCache],
+) -> None:
+    network = InprocNetwork()
+    prefill = make_session(network, "P", "prefill", caches[0])
+    slow = make_session(network, "D", "decode", caches[1], make_transport=lambda: InprocTransport(copies_per_poll=1))
+    slow.arrived("r", prefill.offer("r", run(1, 3, 5), 48), 48)
+    slow.allocated("r", run(2, 4, 6))
+    turns = []
+    while not slow._events:
+        assert len(turns) < 100
+        prefill.poll()
+        turns.append(slow._turn())
+    copying = [turn.worked for turn in turns if turn.polls]
+    assert len(copying) > 3
+    assert all(copying)
+    prefill.close()
+    slow.close()
 
 
 NOTHING = Turn(worked=False, polls=False, serves=False, due_in_s=None)

@@ -1,0 +1,67 @@
+"""ipc on the host moves only while it is polled: nobody pauses then, and a small request takes few polls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from pdkv.testing.transports.side import TransportSide
+from pdkv.transfer.transport import TransferState
+from pdkv_connectors.ipc import IpcTransport
+from pdkv_connectors.ipc.transfers import IpcTransfer
+
+pytestmark = pytest.mark.cpu
+
+LAYERS, PAGE_NBYTES = 16, 65_536
+MANY = [[0, block, 39 - block] for block in range(40)]  # 40 MiB
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[TransportSide, TransportSide]]:
+    """P, which has offered all of its blocks, and D, connected to it."""
+    p, d = (TransportSide(lambda: IpcTransport(drop_timeout_s=2.0)) for _ in range(2))
+    for name, side in (("P", p), ("D", d)):
+        side.do_open()
+        side.do_build(PAGE_NBYTES, layers=LAYERS)
+        side.do_register(name, 1)
+    p.transport.offer(range(40))
+    d.do_connect("P", 1, p.do_describe())
+    yield p, d
+    for side in (p, d):
+        side.do_finish()
+
+
+def post(d: TransportSide, pairs: list[list[int]]) -> IpcTransfer:
+    transfer = d._transfers[d.do_post("P", 1, pairs, reads=True)]
+    assert isinstance(transfer, IpcTransfer)
+    return transfer
+
+
+def test_who_waits_for_it_does_not_sleep_between_polls(
+    pair: tuple[TransportSide, TransportSide], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfer = post(pair[1], MANY)
+
+    def slept(seconds: float) -> None:
+        pytest.fail("it slept while it could have copied")
+
+    monkeypatch.setattr(time, "sleep", slept)
+    assert transfer.wait(60) is TransferState.DONE
+
+
+def test_it_says_that_polling_moves_it_once_it_has_begun(pair: tuple[TransportSide, TransportSide]) -> None:
+    p, d = pair
+    assert post(d, MANY).moves_in_poll
+    p.transport.withdraw([3])
+    asked = post(d, [[0, 3, 3]])
+    assert not asked.moves_in_poll, "P has to answer first"
+    assert asked.wait(30) is TransferState.DONE
+
+
+def test_the_sums_of_one_block_of_many_layers_take_a_few_polls(pair: tuple[TransportSide, TransportSide]) -> None:
+    transfer, polls = post(pair[1], [[0, 5, 6]]), 1
+    while transfer.poll() is TransferState.RUNNING:
+        polls += 1
+    assert polls <= 2 + LAYERS * PAGE_NBYTES // 2**20
