@@ -1,4 +1,4 @@
-"""The rows of the host: ipc beside memcpy."""
+"""The rows of the host: ipc beside memcpy, and beside other libraries that read the same blocks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from _transfer_beside import MOONCAKE, NIXL, Start, others
 from _transfer_cache import PAGE_NBYTES_OF_TOKEN, build, require_moved
 from _transfer_cuda import Reader, scattered
 from _transfer_rows import Row, bandwidth_share, interleaved, reference, time_ratio
@@ -18,7 +19,7 @@ TOKENS = 16
 BLOCK_NBYTES = LAYERS * TOKENS * PAGE_NBYTES_OF_TOKEN
 
 
-def host_rows(owner: Child, quick: bool, say: Callable[[str], None]) -> list[Row]:
+def host_rows(owner: Child, start: Start, quick: bool, say: Callable[[str], None]) -> list[Row]:
     """All rows; raises SystemExit where a byte is wrong."""
     wanted, repeats = (32, 3) if quick else (256, 9)
     blocks = 2 * wanted
@@ -34,6 +35,7 @@ def host_rows(owner: Child, quick: bool, say: Callable[[str], None]) -> list[Row
         for reader in (plain, checked, converting):
             stack.callback(reader.transport.close)
         pairs = BlockColumns(*(scattered(blocks, wanted, seed) for seed in (1, 2)))
+        beside = others(start, stack, pairs, say, layers=LAYERS, blocks=blocks)
         buffers = [bytearray(nbytes) for _ in range(2)]
         from_, to = ((ctypes.c_char * nbytes).from_buffer(buffer) for buffer in buffers)
         times = interleaved(
@@ -42,6 +44,7 @@ def host_rows(owner: Child, quick: bool, say: Callable[[str], None]) -> list[Row
                 "plain": lambda: plain.read(pairs),
                 "checked": lambda: checked.read(pairs),
                 "convert": lambda: converting.read(pairs),
+                **beside,
             },
             repeats,
         )
@@ -50,9 +53,14 @@ def host_rows(owner: Child, quick: bool, say: Callable[[str], None]) -> list[Row
     say("host done")
     copy = reference("memcpy, one thread", times["memcpy"], nbytes)
     as_it_is = bandwidth_share("ipc on the host, scattered 32 KiB blocks", times["plain"], copy, 0.65, nbytes)
-    return [
+    rows = [
         copy,
         as_it_is,
         time_ratio("the same, sums verified", times["checked"], as_it_is, None, nbytes),
         time_ratio("16 -> 64 tokens, HNC -> NHC", times["convert"], as_it_is, None, nbytes),
     ]
+    for name, target in ((NIXL, 1.8), (MOONCAKE, None)):
+        if name in times:
+            other = reference(f"{name}, the same blocks", times[name], nbytes)
+            rows += [other, bandwidth_share(f"ipc beside {name}", times["plain"], other, target, nbytes)]
+    return rows

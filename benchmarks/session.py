@@ -1,10 +1,12 @@
 """How long a request waits for its first byte, and what waiting costs: two engines that take no steps.
 
-    python benchmarks/session.py [--quick] [--json FILE] [--transport nixl]
+    python benchmarks/session.py [--quick] [--json FILE] [--transport nixl,ipc]
 
 P is a process of its own, D is this one. Both have a real side channel (ZeroMQ), a real transport and a session with
 its thread; between requests both sleep. A request's time begins when it reaches D, with its blocks allocated, and ends
-when D's engine knows that its one block of 32 layers is there. Exits with 1 where a target is missed.
+when D's engine knows that its one block of 32 layers is there. At last P is stopped (SIGSTOP) while D reads over tcp,
+where nothing moves without P: what D's session takes of a core, and how often it looks, show that polling backs off.
+Exits with 1 where a target is missed.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ from __future__ import annotations
 import argparse
 import os
 import resource
+import signal
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from _report import add_report_options, headline, table, write_json
@@ -31,6 +35,9 @@ OWNER = Path(__file__).parent / "_session_owner.py"
 #: From a request's arrival on an idle D until its first byte, in seconds; and what an idle session may take of a core.
 FIRST_BYTE_S = 1e-3
 IDLE_CORES = 0.02
+#: While a transfer stands still: the mean pause between two looks in seconds, and what looking may take of a core.
+SHORTEST_REST_S, STILL_CORES = 0.9e-3, 0.2
+TCP = {"UCX_TLS": "tcp"}
 #: Between two requests, so that both sides sleep.
 REST_S = 0.02
 DEADLINE_S = 10.0
@@ -44,12 +51,18 @@ class Decode:
         self._something = threading.Event()
         session.start(self._something.set)
 
-    def load(self, request_id: str, params: dict[str, object]) -> float:
-        """Seconds until the request's block is there."""
+    @property
+    def turns(self) -> int:
+        """How often the session's thread has looked."""
+        thread = self.session._thread
+        return 0 if thread is None else thread.turns
+
+    def load(self, request_id: str, params: dict[str, object], blocks: Sequence[int] = (3,)) -> float:
+        """Seconds until the request's blocks are there."""
         reference = Reference.from_params(params)
         began = time.perf_counter()
         self.session.arrived(request_id, reference, reference.num_tokens)
-        self.session.allocated(request_id, [BlockRun(0, (3,))])
+        self.session.allocated(request_id, [BlockRun(0, tuple(blocks))])
         while not any(isinstance(event, Loaded) for event in self.session.poll()):
             if not self._something.wait(DEADLINE_S):
                 raise TimeoutError(f"request {request_id} was not loaded within {DEADLINE_S} s")
@@ -57,39 +70,90 @@ class Decode:
         return time.perf_counter() - began
 
 
-def measure(transport: str, quick: bool) -> list[Row]:
-    """All rows."""
+def cores(seconds: float) -> float:
+    """What this process takes in so many seconds."""
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    time.sleep(seconds)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    return (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / seconds
+
+
+def start_owner(transport: str, **variables: str) -> Child:
+    """P, not entered."""
     paths = [str(ROOT), str(ROOT / "connectors"), os.environ.get("PYTHONPATH", "")]
-    environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **variables}
     log = Path(tempfile.mkdtemp(prefix="pdkv-session-")) / "owner.log"
-    with Child(OWNER, log, transport, environment=environment) as owner:
+    return Child(OWNER, log, transport, environment=environment)
+
+
+def waiting_rows(transport: str, quick: bool) -> list[Row]:
+    """Requests that come one by one, and both sides between them."""
+    rest_s = 2.0 if quick else 10.0
+    with start_owner(transport) as owner:
         decode = Decode(make_session(transport, "D", "decode", peers=owner.ask("address")))
         times = []
         for number in range(60 if quick else 500):
             params = owner.ask("offer", request_id=f"r{number}", blocks=[5])
             time.sleep(REST_S)
             times.append(decode.load(f"r{number}", params))
-        first, later = times[0], times[5:]
-        rest_s = 2.0 if quick else 10.0
-        before = resource.getrusage(resource.RUSAGE_SELF)
         theirs = owner.ask("idle_cores", seconds=rest_s)
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        ours = (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / rest_s
+        ours = cores(rest_s)
         decode.session.close()
+    first, later = times[0], times[5:]
     return [
         Row(f"{transport}: first request, handshake and connection included", first),
         within(f"{transport}: first byte after a request reaches an idle D", later, FIRST_BYTE_S),
-        within("an idle session of P, of a core", [theirs], IDLE_CORES),
-        within("an idle session of D, of a core", [ours], IDLE_CORES),
+        within(f"{transport}: an idle session of P, of a core", [theirs], IDLE_CORES),
+        within(f"{transport}: an idle session of D, of a core", [ours], IDLE_CORES),
+    ]
+
+
+def polling_rows(quick: bool) -> list[Row]:
+    """A READ over tcp that does not move, since its owner is stopped, and then does."""
+    rest_s = 2.0 if quick else 5.0
+    os.environ.update(TCP)
+    with start_owner("nixl", **TCP) as owner:
+        decode = Decode(make_session("nixl", "D", "decode", peers=owner.ask("address")))
+        decode.load("warm", owner.ask("offer", request_id="warm", blocks=[5]))
+        many = list(range(1, 61))
+        params = owner.ask("offer", request_id="stuck", blocks=many)
+        loading = threading.Thread(target=decode.load, args=("stuck", params, many))
+        loading.start()
+        deadline = time.monotonic() + DEADLINE_S
+        while decode.session.metrics()["transfers"] == 0 and time.monotonic() < deadline:
+            time.sleep(1e-4)
+        owner.process.send_signal(signal.SIGSTOP)
+        try:
+            time.sleep(REST_S)
+            turns = decode.turns
+            took = cores(rest_s)
+            looks = (decode.turns - turns) / rest_s
+            if not loading.is_alive() or decode.session.metrics()["transfers"] != 1:
+                raise SystemExit("session: the transfer was to stand still, and did not")
+        finally:
+            owner.process.send_signal(signal.SIGCONT)
+        loading.join(DEADLINE_S)
+        decode.session.close()
+    return [
+        Row(
+            "pause between two looks at a transfer that stands still",
+            1 / looks,
+            ratio=1 / looks / SHORTEST_REST_S,
+            target=1.0,
+            at_least=True,
+            note=f"at least {SHORTEST_REST_S:g} s",
+        ),
+        within("a session of D whose transfer stands still, of a core", [took], STILL_CORES),
     ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_report_options(parser)
-    parser.add_argument("--transport", default="nixl", help="by its name (default: %(default)s)")
+    parser.add_argument("--transport", default="nixl,ipc", help="some, by their names (default: %(default)s)")
     arguments = parser.parse_args()
-    rows = measure(arguments.transport, arguments.quick)
+    rows = [row for transport in arguments.transport.split(",") for row in waiting_rows(transport, arguments.quick)]
+    rows += polling_rows(arguments.quick)
     print(headline("Sessions of two processes"))
     print(table(HEADINGS, [row.cells() for row in rows]))
     if arguments.json:

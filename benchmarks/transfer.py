@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,8 +23,8 @@ from _transfer_rows import HEADINGS, Row
 
 ROOT = Path(__file__).parents[1]
 OWNER = Path(__file__).parent / "_transfer_owner.py"
-#: What `--only` takes; `cuda-cards` has its owner on a second GPU.
-PLACES = ("host", "nixl", "cuda", "nixl-cuda", "cuda-cards")
+#: What `--only` takes, and whose memory that is; `cuda-cards` has its owner on a second GPU.
+PLACES = {"host": "host", "nixl": "host", "cuda": "cuda", "nixl-cuda": "cuda", "cuda-cards": "cuda"}
 NIXL_OWNER = Path(__file__).parent / "_transfer_nixl_owner.py"
 
 
@@ -33,29 +34,32 @@ def measure(where: str, quick: bool) -> Iterator[Row]:
 
     paths = [str(ROOT), str(ROOT / "connectors"), os.environ.get("PYTHONPATH", "")]
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    log = Path(tempfile.mkdtemp(prefix="pdkv-transfer-")) / "owner.log"
+    logs = Path(tempfile.mkdtemp(prefix="pdkv-transfer-"))
 
     def say(what: str) -> None:
         print(f"transfer: {where}: {what}", flush=True)
 
-    if where.startswith("nixl"):
-        from _transfer_nixl import nixl_rows
-
-        driver = "cuda" if where == "nixl-cuda" else "host"
-        with Child(NIXL_OWNER, log, driver, environment=environment) as owner:
-            yield from nixl_rows(owner, driver, quick, say)
-        return
+    driver = PLACES[where]
     if where == "cuda-cards":
         environment["CUDA_VISIBLE_DEVICES"] = "1"
-    with Child(OWNER, log, where.partition("-")[0], environment=environment) as owner:
-        if where == "host":
+    with ExitStack() as stack:
+
+        def start(script: Path) -> Child:
+            child = Child(script, logs / f"{script.stem}.log", driver, environment=environment)
+            return stack.enter_context(child)
+
+        if where.startswith("nixl"):
+            from _transfer_nixl import nixl_rows
+
+            yield from nixl_rows(start(NIXL_OWNER), driver, quick, say)
+        elif where == "host":
             from _transfer_host import host_rows
 
-            yield from host_rows(owner, quick, say)
-            return
-        from _transfer_cuda import cards_rows, cuda_rows
+            yield from host_rows(start(OWNER), start, quick, say)
+        else:
+            from _transfer_cuda import cards_rows, cuda_rows
 
-        yield from (cards_rows if where == "cuda-cards" else cuda_rows)(owner, quick, say)
+            yield from (cards_rows if where == "cuda-cards" else cuda_rows)(start(OWNER), quick, say)
 
 
 def default_places() -> list[str]:
