@@ -18,7 +18,7 @@ NIXL_TESTS   := $(PY) -m pytest -m "nixl and not vllm and not gpu" --timeout 300
 ENGINE_TESTS := $(PY) -m pytest -m "vllm and not gpu" --timeout 600 --durations 25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-fast model demo demo-sleep test test-fast test-nixl test-engines lint format lock clean
+.PHONY: help setup setup-fast model demo demo-sleep test test-fast test-nixl test-engines lint format fuzz lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,12 @@ lint: setup-fast ## ruff, mypy, import-linter
 format: setup-fast ## let ruff correct what it can
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+# Not locked: it has wheels for few Pythons (3.11 to 3.13 with atheris 3.0).
+ATHERIS := build/atheris
+fuzz: setup-fast ## fuzz all that a peer can say for ten minutes, guided by coverage (ARGS="--minutes 1"; see its --help)
+	@test -d $(ATHERIS) || $(PY) -m pip install --quiet --target $(ATHERIS) --no-deps atheris
+	PYTHONPATH=$(ATHERIS) $(PY) tests/fuzz/fuzz_messages.py $(ARGS)
 
 lock: ## write the lock files anew from requirements/*.in
 	@$(call need_python)

@@ -1,144 +1,95 @@
-"""Coverage-guided fuzzing of everything that a peer can say, against endpoints that live as long as the run.
+"""Coverage-guided fuzzing of everything that a peer can say, against engines' parts that live as long as the run.
 
-    pip install atheris            # not locked: it has wheels for few Pythons (3.11 to 3.13 with atheris 3.0)
-    python tests/fuzz/fuzz_messages.py -max_total_time=600 build/fuzz     # inputs that reach new code are kept there
+    make fuzz                                       # ten minutes; installs atheris into build/atheris
+    python tests/fuzz/fuzz_messages.py [--minutes 10] [--json FILE] [--only NAME,..] [FOLDER] [atheris' own options]
 
-An input is a sequence of frames. Each is decoded as the side channel does, and given to one prefill and one decode
-endpoint, which meanwhile serve requests. An exception other than ProtocolError, a table beyond its bound, or a request
-of their own that does not end is a finding: atheris prints the input and stops. See -help=1 for its options.
+An input names a target and is a sequence of frames. An exception that the engine does not expect from a peer, a table
+beyond its bound, a descriptor that stays open, or a request that does not end is a finding: atheris prints the input
+and stops, and the program exits with 1. Inputs that reach new code are kept in the folder.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import logging
+import platform
 import random
+import subprocess
 import sys
+import time
+from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import atheris
-
-with atheris.instrument_imports(include=["pdkv.transfer"]):
-    from pdkv.errors import ProtocolError
-    from pdkv.transfer import messages as wire
-    from pdkv.transfer.actions import PostRead, PostWrite, Send
-    from pdkv.transfer.blocks import BlockRun
-    from pdkv.transfer.consumer import Consumer
-    from pdkv.transfer.consumer_state import ConsumerSettings
-    from pdkv.transfer.issued import ReferenceSettings
-    from pdkv.transfer.leases import LeaseSettings
-    from pdkv.transfer.producer import Producer
-    from pdkv.transfer.producer_books import ProducerSettings
-    from pdkv.transfer.reference import Reference
-    from pdkv.transfer.sidechannel.hello import Hello, Versions, decode_hello, encode_hello
-
 import msgspec
 
+with atheris.instrument_imports(include=["pdkv.transfer", "pdkv.memory.imported", "pdkv_connectors"]):
+    from endpoints import Endpoints
+    from transports import Descriptions, IpcSocket, UcxConnection
+
 MAX_FRAMES = 12
-STEP_S = 2.5
-BOUND = 256  # of every table in this run, set below or far above what honest requests need
-
-P, D = wire.EngineRef("P/1", 1), wire.EngineRef("D/1", 1)
-COMPATIBILITY = wire.Compatibility(
-    model="m", dtype="float32", cache_dtype="auto", layout="LBNHC", block_size=16, connector="fuzz/1"
-)
-DESCRIPTOR = wire.Descriptor(compatibility=COMPATIBILITY, num_blocks=1000, metadata=b"agent")
 
 
-class Clock:
-    now = 0.0
+class Target(Protocol):
+    """What hears frames; `seeds` holds one valid frame of each kind."""
 
-    def monotonic(self) -> float:
-        return self.now
+    seeds: list[bytes]
 
-
-class World:
-    """Two endpoints, and honest requests between them, one after the other."""
-
-    def __init__(self, mode: str) -> None:
-        self.clock = Clock()
-        prefill = ProducerSettings(
-            max_early=BOUND,
-            lease=LeaseSettings(max_leases=BOUND, max_ended=BOUND),
-            reference=ReferenceSettings(max_issued=BOUND),
-        )
-        decode = ConsumerSettings(mode=mode, max_used=BOUND)  # type: ignore[arg-type]
-        self.prefill = Producer(self.clock, P, DESCRIPTOR, prefill)
-        self.decode = Consumer(self.clock, D, DESCRIPTOR, decode)
-        self.reference: Reference | None = None
-        self.number = 0
-
-    def begin(self) -> None:
-        """One more request, whose messages the input may join or foil."""
-        self.number += 1
-        name = f"r{self.number}"
-        self.reference = self.prefill.prefilled(name, (BlockRun(0, (1, 2, 3)),), 40)
-        self.decode.arrived(name, self.reference, 40)
-        self.decode.allocated(name, (BlockRun(0, (4, 5, 6)),))
-
-    def hear(self, message: wire.AnyMessage) -> None:
-        for endpoint in (self.prefill, self.decode):
-            endpoint.received(self._made_to_fit(message))
-
-    def _made_to_fit(self, message: wire.AnyMessage) -> Any:
-        """Half of the claims become genuine, and small request numbers those of the request in hand."""
-        if not isinstance(message, wire.Keyed) or self.reference is None:
-            return message
-        key = msgspec.structs.replace(message.key, request_id=self.reference.request_id)
-        if message.claim is not None and message.claim.digest[0] % 2:
-            message = msgspec.structs.replace(message, claim=self.reference.claim(message.claim.use), key=key)
-        return message
-
-    def turn(self) -> None:
-        """Time passes; what the endpoints want is done, honestly."""
-        self.clock.now += STEP_S
-        self.prefill.tick()
-        self.decode.tick()
-        for _ in range(4):
-            for endpoint in (self.prefill, self.decode):
-                for action in endpoint.take_actions():
-                    self._do(action)
-
-    def _do(self, action: object) -> None:
-        if isinstance(action, Send):
-            wire.encode(action.message)
-            if action.engine_id == P.engine_id:
-                self.prefill.received(action.message)  # type: ignore[arg-type]
-            elif action.engine_id == D.engine_id:
-                self.decode.received(action.message)  # type: ignore[arg-type]
-        elif isinstance(action, PostRead):
-            self.decode.read_ended(action.key, True)
-        elif isinstance(action, PostWrite):
-            self.prefill.write_ended(action.key, True)
-
-    def check(self) -> None:
-        """Nothing grows without bound, and no endpoint waits for what has passed."""
-        prefill, decode = self.prefill, self.decode
-        sizes = {
-            "leases": len(prefill._leases),
-            "references": len(prefill._references),
-            "early": len(prefill._early),
-            "unwanted": len(prefill._unwanted),
-            "writes": len(prefill._writes),
-            "takers": len(prefill._takers),
-            "requests": len(decode._requests),
-            "alive": len(decode._alive),
-            "used": len(decode._used),
-            "owed by D": len(decode._owed),
-            "owed by P": len(prefill._owed),
-            "handshakes": len(decode._handshakes),
-        }
-        too_large = {name: size for name, size in sizes.items() if size > BOUND}
-        if too_large:
-            raise AssertionError(f"beyond {BOUND}: {too_large}")
-        for endpoint in (prefill, decode):
-            due = endpoint.next_deadline()
-            if due is not None and due < self.clock.now - 2 * STEP_S:
-                raise AssertionError(f"{endpoint.me} is overdue since {due} at {self.clock.now}")
+    def run(self, frames: list[bytes]) -> None: ...
 
 
-WORLDS = [World("pull"), World("push")]
+KINDS = {"endpoints": Endpoints, "descriptions": Descriptions, "ipc": IpcSocket, "ucx": UcxConnection}
 _unpack, _pack = msgspec.msgpack.decode, msgspec.msgpack.encode
+
+
+class Fuzzer:
+    """Runs inputs, makes new ones, and writes down twice a second how many of each target it has run."""
+
+    def __init__(self, names: list[str], counts: Path) -> None:
+        self.names = names
+        self.targets: list[Target] = [KINDS[name]() for name in names]
+        self.runs: Counter[str] = Counter()
+        self._counts, self._written_at = counts, 0.0
+
+    def run(self, data: bytes) -> None:
+        """What atheris calls."""
+        if not data:
+            return
+        number = data[0] % len(self.targets)
+        self.runs[self.names[number]] += 1
+        if time.monotonic() - self._written_at > 0.5:
+            self._counts.write_text(json.dumps(self.runs))
+            self._written_at = time.monotonic()
+        self.targets[number].run(frames_of(data[1:]))
+
+    def mutate(self, data: bytes, max_size: int, seed: int) -> bytes:
+        """Change one value in one message, in place of bytes, most of the time: bytes rarely leave a message valid."""
+        chance = random.Random(seed)
+        if not data or chance.random() < 0.05:
+            data = bytes([chance.randrange(256)]) + data[1:]
+        kind, frames = data[:1], frames_of(data[1:])
+        seeds = self.targets[kind[0] % len(self.targets)].seeds
+        roll = chance.random()
+        if roll < 0.15:
+            return kind + bytes(atheris.Mutate(data[1:], max_size - 1))
+        if roll < 0.3 or not frames:
+            frames.insert(chance.randint(0, len(frames)), chance.choice(seeds))
+        elif roll < 0.4 and len(frames) > 1:
+            del frames[chance.randrange(len(frames))]
+        else:
+            at = chance.randrange(len(frames))
+            frames[at] = changed_frame(frames[at], chance)
+        return (kind + joined(frames))[:max_size]
+
+    def write_seeds(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, target in enumerate(self.targets):
+            inputs = [joined([frame]) for frame in target.seeds] + [joined(target.seeds[:MAX_FRAMES])]
+            for index, frames in enumerate(inputs):
+                (folder / f"seed-{self.names[number]}-{index}").write_bytes(bytes([number]) + frames)
 
 
 def frames_of(data: bytes) -> list[bytes]:
@@ -152,67 +103,33 @@ def frames_of(data: bytes) -> list[bytes]:
 
 
 def joined(frames: list[bytes]) -> bytes:
-    return b"".join(len(frame).to_bytes(2, "big") + frame for frame in frames)
+    return b"".join(min(len(frame), 65_535).to_bytes(2, "big") + frame[:65_535] for frame in frames)
 
 
-def test_one_input(data: bytes) -> None:
-    """What atheris calls."""
-    for world in WORLDS:
-        world.begin()
-        for frame in frames_of(data):
-            for understand in (decode_hello, as_reference):
-                try:
-                    understand(frame)
-                except ProtocolError:
-                    continue
-            try:
-                world.hear(wire.decode(frame))
-            except ProtocolError:
-                continue
-        world.turn()
-        world.check()
-
-
-def as_reference(frame: bytes) -> None:
+def changed_frame(frame: bytes, chance: random.Random) -> bytes:
+    """One value of it changed; messages of the side channel have five bytes before the MessagePack."""
+    size = 5 if frame[:3] == b"PDK" else 0
     try:
-        params = _unpack(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return
-    Reference.from_params(params).digest()
+        return frame[:size] + _pack(changed(_unpack(frame[size:]), chance))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError):
+        return frame[:size] + bytes(atheris.Mutate(frame[size:], 256))
 
 
-def mutate(data: bytes, max_size: int, seed: int) -> bytes:
-    """Change one value in one message, in place of bytes, most of the time: bytes rarely leave a message valid."""
-    chance = random.Random(seed)
-    frames = frames_of(data)
-    if not frames or chance.random() < 0.2:
-        return bytes(atheris.Mutate(data, max_size))
-    at = chance.randrange(len(frames))
-    roll = chance.random()
-    if roll < 0.15:
-        frames.insert(at, chance.choice(SEEDS))
-    elif roll < 0.25 and len(frames) > 1:
-        del frames[at]
-    else:
-        head, body = frames[at][:5], frames[at][5:]
-        try:
-            frames[at] = head + _pack(_changed(_unpack(body), chance))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError):
-            frames[at] = head + bytes(atheris.Mutate(body, 256))
-    return joined(frames)[:max_size]
-
-
-def _changed(value: Any, chance: random.Random) -> Any:
+def changed(value: Any, chance: random.Random) -> Any:
     if isinstance(value, dict) and value and chance.random() < 0.95:
         name = chance.choice(sorted(value, key=str))
-        return value | {name: _changed(value[name], chance)}
+        return value | {name: changed(value[name], chance)}
     if isinstance(value, list) and value and chance.random() < 0.9:
         at = chance.randrange(len(value))
-        return [*value[:at], _changed(value[at], chance), *value[at + 1 :]]
+        return [*value[:at], changed(value[at], chance), *value[at + 1 :]]
+    if isinstance(value, bytes) and len(value) > 8 and chance.random() < 0.8:
+        return changed_frame(value, chance)  # a message within a message, maybe
+    if isinstance(value, int) and chance.random() < 0.4:
+        return value + chance.choice((-1, 1, -value, 7, 4096, -4096, value, 2**20, 2**40))
     return chance.choice(
         (
-            chance.choice((0, 1, 2, 3, -1, 2**31, 2**53, 2**53 + 1, 2**63)),
-            chance.choice(("P/1", "D/1", "X/1", "", "ENDED", "live", "ABORT", "é" * 257)),
+            chance.choice((0, 1, 2, 3, -1, 2**31, 2**31 - 1, 2**53, 2**53 + 1, 2**56, 2**63)),
+            chance.choice(("P/1", "D/1", "X/1", "", "ENDED", "live", "ABORT", "bfloat16", "é" * 257)),
             chance.choice((0.0, 1.5, 86_400.0, float("nan"), float("inf"))),
             chance.randbytes(32),
             None,
@@ -223,48 +140,51 @@ def _changed(value: Any, chance: random.Random) -> Any:
     )
 
 
-def seeds() -> list[bytes]:
-    """One valid frame of each kind."""
-    key, claim = wire.TransferKey("r1", 0, 0), wire.Claim(b"\1" * 32, bytes(32), 0)
-    to_p: dict[str, Any] = {"sender": D, "receiver": P}
-    to_d: dict[str, Any] = {"sender": P, "receiver": D}
-    asked: dict[str, Any] = {**to_p, "key": key, "claim": claim}
-    told: dict[str, Any] = {**to_d, "key": key}
-    runs = (BlockRun(0, (7, 8, 9)),)
-    found: list[wire.Message] = [
-        wire.Handshake(**to_p, descriptor=DESCRIPTOR),
-        wire.Welcome(**to_d, descriptor=DESCRIPTOR),
-        wire.Refuse(**to_d, meant=P, code=wire.FailCode.ASLEEP, reason="x"),
-        wire.Renew(**asked, sequence=1),
-        wire.Renewed(**told, sequence=1, state=wire.LeaseState.LIVE, remaining_s=20.0),
-        wire.Register(**asked, num_tokens=40, runs=runs, remaining_s=60.0),
-        wire.Cancel(**asked),
-        wire.Ack(**told, of="ABORT"),
-        wire.Ack(**to_p, key=key, of="DONE"),
-    ]
-    for ends in (asked, told):
-        found += [
-            wire.Done(**ends),
-            wire.Fail(**ends, code=wire.FailCode.TIMED_OUT, reason="x"),
-            wire.Abort(**ends, reason="x"),
-        ]
-    hello = encode_hello(Hello(engine_id="X/1", versions=Versions(1, 1)))
-    return [*(wire.encode(message) for message in found), hello]
-
-
-SEEDS = seeds()
-
-
-def main() -> None:
-    """Write the seeds into the first folder that is named, then fuzz."""
+def fuzz(names: list[str], folder: Path, counts: Path, options: list[str]) -> None:
+    """In a process of its own, which atheris ends, and an input may."""
     logging.disable(logging.CRITICAL)
-    for folder in [Path(argument) for argument in sys.argv[1:] if not argument.startswith("-")][:1]:
-        folder.mkdir(parents=True, exist_ok=True)
-        for number, frame in enumerate(SEEDS):
-            (folder / f"seed-{number}").write_bytes(joined([frame]))
-    atheris.Setup(sys.argv, test_one_input, custom_mutator=mutate)
+    fuzzer = Fuzzer(names, counts)
+    fuzzer.write_seeds(folder)
+    atheris.Setup(["fuzz_messages", *options, str(folder)], fuzzer.run, custom_mutator=fuzzer.mutate)
     atheris.Fuzz()
 
 
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("build/fuzz"))
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--json", type=Path, help="write what ran, and what was found")
+    parser.add_argument("--only", default=",".join(KINDS), help="some of %(default)s")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    arguments, options = parser.parse_known_args()
+    names = arguments.only.split(",")
+    if arguments.child is not None:
+        fuzz(names, arguments.folder, arguments.child, options)
+        return 0
+    began, when = time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    counts = arguments.folder.with_name(arguments.folder.name + "-counts.json")
+    counts.write_text("{}")
+    limit = f"-max_total_time={round(60 * arguments.minutes)}"
+    ran = subprocess.run(
+        [sys.executable, __file__, *sys.argv[1:], "--child", str(counts), limit, f"-artifact_prefix={counts.parent}/"],
+        check=False,
+    )
+    record = {
+        "program": "fuzz_messages",
+        "date": when,
+        "command": " ".join(["python", "tests/fuzz/fuzz_messages.py", *sys.argv[1:]]),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("atheris", "msgspec")}},
+        "seconds": round(time.monotonic() - began, 1),
+        "executions": json.loads(counts.read_text()),
+        "exit_code": ran.returncode,
+        "result": "a finding; see the log" if ran.returncode else "no finding",
+    }
+    print(json.dumps(record, indent=1))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    return 1 if ran.returncode else 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
