@@ -93,7 +93,8 @@ def waiting_rows(transport: str, quick: bool) -> list[Row]:
         decode = Decode(make_session(transport, "D", "decode", peers=owner.ask("address")))
         times = []
         for number in range(60 if quick else 500):
-            params = owner.ask("offer", request_id=f"r{number}", blocks=[5])
+            # Another block each time: P has not heard yet that D is done with the last one.
+            params = owner.ask("offer", request_id=f"r{number}", blocks=[1 + number % 60])
             time.sleep(REST_S)
             times.append(decode.load(f"r{number}", params))
         theirs = owner.ask("idle_cores", seconds=rest_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +67,12 @@ class HostLeg:
         self._num_blocks = num_blocks
         self._inverses = inverses
         self._keys: npt.NDArray[np.uint32] | None = None
+        steps = {
+            (b - a, d - c) for (a, c), (b, d) in pairwise(zip(leg.destination_offsets, leg.sum_offsets, strict=True))
+        }
+        sums_nbytes = num_blocks[0] * leg.plan.source.sums * WORD_NBYTES
+        #: Whether layers follow each other at equal steps, so that many are summed as one.
+        self.is_even = len(steps) <= 1 and all(step >= 0 and apart == sums_nbytes for step, apart in steps)
 
     def convert(
         self, layer: int, source: RawTensor, destination: RawTensor, sums: RawTensor | None, ids: Ids
@@ -79,40 +86,58 @@ class HostLeg:
         view = self._view(source, plan.source, self.leg.source_offsets[layer], self._num_blocks[0])
         target = self._view(destination, plan.destination, self.leg.destination_offsets[layer], self._num_blocks[1])
         taken = take_units(unit_view(view, plan.unit, plan.heads.source, plan.heads.count), units[0])
-        if sums is not None and (wrong := self._first_wrong(taken, units[0], sums, layer)) is not None:
+        if sums is not None and (wrong := self._first_wrong(taken[None], units[0], sums, layer)) is not None:
             return wrong
         copy_units(plan, taken, target, units[1], self._inverses[layer])
         return None
 
-    def verify(self, layer: int, destination: RawTensor, sums: RawTensor, ids: Ids) -> int | None:
-        """The place in `ids` of a unit that was copied as it is, and whose sum is wrong; None where all are right."""
-        plan = self.leg.plan
+    def verify(self, layers: range, destination: RawTensor, sums: RawTensor, ids: Ids) -> int | None:
+        """The place in `ids` of a unit that was copied as it is, and whose sum is wrong; None where all are right.
+
+        Args:
+            layers: one, or several where the leg :attr:`is_even`.
+        """
+        plan, heads, shape = self.leg.plan, self.leg.plan.heads, self.leg.plan.destination
         units = ids.reshape(2, -1).astype(np.int64)
-        view = self._view(destination, plan.destination, self.leg.destination_offsets[layer], self._num_blocks[1])
-        taken = take_units(unit_view(view, plan.unit, plan.heads.destination, plan.heads.count), units[1])
-        return self._first_wrong(taken, units[0], sums, layer)
+        first, last = (self.leg.destination_offsets[layer] for layer in (layers[0], layers[-1]))
+        nbytes = last - first + (self._num_blocks[1] - 1) * shape.block_stride + shape.nbytes
+        pages = np.lib.stride_tricks.as_strided(
+            destination(first, nbytes).numpy()[heads.destination * shape.head_stride :],
+            (len(layers), self._num_blocks[1], plan.destination_units, heads.count, plan.unit, shape.content_bytes),
+            (
+                (last - first) // max(len(layers) - 1, 1),
+                shape.block_stride,
+                plan.unit * shape.state_stride,
+                shape.head_stride,
+                shape.state_stride,
+                1,
+            ),
+        )
+        taken = pages[:, units[1] // plan.destination_units, units[1] % plan.destination_units]
+        return self._first_wrong(np.ascontiguousarray(taken), units[0], sums, layers[0])
 
     def _view(self, raw: RawTensor, shape: PageShape, offset: int, num_blocks: int) -> torch.Tensor:
         nbytes = (num_blocks - 1) * shape.block_stride + shape.nbytes
         return page_view(raw(offset, nbytes), shape, num_blocks)
 
     def _first_wrong(
-        self, units: npt.NDArray[np.int8], source_units: npt.NDArray[np.int64], sums: RawTensor, layer: int
+        self, taken: npt.NDArray[np.int8], source_units: npt.NDArray[np.int64], sums: RawTensor, first: int
     ) -> int | None:
-        """`units`: int8 ``[units, heads, unit, C]``."""
+        """`taken`: int8 ``[layers, units, heads, unit, C]``, of the layers from `first` on."""
         plan = self.leg.plan
-        heads, size = plan.heads, granule_states(plan.source.num_states)
-        table = sums(self.leg.sum_offsets[layer], self._num_blocks[0] * plan.source.sums * WORD_NBYTES).numpy()
-        table = table.view(np.int64).reshape(self._num_blocks[0], plan.source.num_heads, plan.source_units, -1)
-        expected = table[source_units // plan.source_units, :, source_units % plan.source_units]
-        expected = expected[:, heads.source : heads.source + heads.count]
-        words = units.view(np.int64).reshape(len(units), heads.count, plan.unit // size, -1)
+        heads, size, (layers, count) = plan.heads, granule_states(plan.source.num_states), taken.shape[:2]
+        nbytes = layers * self._num_blocks[0] * plan.source.sums * WORD_NBYTES
+        table = sums(self.leg.sum_offsets[first], nbytes).numpy().view(np.int64)
+        table = table.reshape(layers, self._num_blocks[0], plan.source.num_heads, plan.source_units, -1).swapaxes(2, 3)
+        expected = table[:, source_units // plan.source_units, source_units % plan.source_units]
+        expected = expected[:, :, heads.source : heads.source + heads.count].reshape(layers * count, -1)
+        words = taken.view(np.int64).reshape(layers * count, heads.count, plan.unit // size, -1)
         keys = self._all_keys()
         # Where each block is one unit, all units have the same keys.
-        keys = keys[0] if len(keys) == 1 else keys[source_units % plan.source_units]
+        keys = keys[0] if len(keys) == 1 else np.tile(keys[source_units % plan.source_units], (layers, 1, 1, 1))
         found = hash_words(words, keys.reshape(*keys.shape[:-3], heads.count, plan.unit // size, -1, 2))
-        wrong = np.flatnonzero((found != expected).reshape(len(words), -1).any(1))
-        return int(wrong[0]) if len(wrong) else None
+        wrong = np.flatnonzero((found.reshape(expected.shape) != expected).any(1))
+        return int(wrong[0]) % count if len(wrong) else None
 
     def _all_keys(self) -> npt.NDArray[np.uint32]:
         """uint32 ``[units of a block, heads, unit * C, 2]``: the keys of the words of the slice."""
@@ -160,29 +185,31 @@ class HostCopy:
                 return self._sums is None
             return False
         left = WORK_STEP_NBYTES
-        while left > 0:  # a request of few blocks has little in each of many layers
+        while left > 0:
             part = next(self._parts, None)
             if part is None:
                 return True
-            leg, layer, ids = part
-            if (wrong := self._work_off(leg, layer, ids)) is not None:
+            leg, layers, ids = part
+            if (wrong := self._work_off(leg, layers, ids)) is not None:
                 self.problem = f"block {int(ids[0, wrong]) // leg.leg.plan.source_units}"
                 return True
-            left -= ids.shape[1] * leg.leg.plan.unit_nbytes
+            left -= len(layers) * ids.shape[1] * leg.leg.plan.unit_nbytes
         return False
 
-    def _work_off(self, leg: HostLeg, layer: int, ids: Ids) -> int | None:
-        """Sum or convert units of one layer; the place in `ids` of a unit whose sum was wrong, or None."""
+    def _work_off(self, leg: HostLeg, layers: range, ids: Ids) -> int | None:
+        """Sum units of some layers, or convert those of one; the place in `ids` of one whose sum was wrong, or None."""
         if not self._as_is:
-            return leg.convert(layer, self._source.raw, self._destination.raw, self._sums, ids)
-        return leg.verify(layer, self._destination.raw, self._sums, ids) if self._sums is not None else None
+            return leg.convert(layers[0], self._source.raw, self._destination.raw, self._sums, ids)
+        return leg.verify(layers, self._destination.raw, self._sums, ids) if self._sums is not None else None
 
-    def _every_part(self, jobs: Sequence[tuple[HostLeg, Ids]]) -> Iterator[tuple[HostLeg, int, Ids]]:
+    def _every_part(self, jobs: Sequence[tuple[HostLeg, Ids]]) -> Iterator[tuple[HostLeg, range, Ids]]:
+        """What a step can do at once: units of one layer, or of several where a request has few blocks to sum."""
         for leg, ids in jobs:
-            step = units_in_step(leg.leg.plan)
-            for layer in range(len(leg.leg.layers)):
+            step, num_layers = units_in_step(leg.leg.plan), len(leg.leg.layers)
+            together = max(1, step // ids.shape[1]) if self._as_is and leg.is_even else 1
+            for layer in range(0, num_layers, together):
                 for first in range(0, ids.shape[1], step):
-                    yield leg, layer, ids[:, first : first + step]
+                    yield leg, range(layer, min(layer + together, num_layers)), ids[:, first : first + step]
 
 
 class HostSide:

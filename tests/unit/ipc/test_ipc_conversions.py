@@ -91,7 +91,7 @@ def test_blocks_that_fit_as_they_are_are_verified_where_they_arrived_and_not_cop
         monkeypatch.setattr(HostLeg, name, lambda *args, name=name, stock=stock: (calls.append(name), stock(*args))[1])
     source, destination = bench.cache(), bench.cache()
     bench.read(source, destination, [(3, 5), (4, 1)])
-    assert calls == ["verify"] * LAYERS
+    assert set(calls) == {"verify"}
     for wanted, found in zip(source.views().values(), destination.views().values(), strict=True):
         assert torch.equal(found[[5, 1]], wanted[[3, 4]])
 
