@@ -95,6 +95,9 @@ class Transport(ABC):
     can_write: bool
     #: Whether geometries that differ in block size, layout, heads or dtype can be converted on the way.
     converts: bool
+    #: Whether a transfer is done only when what has arrived is what the side that has the blocks has summed. One that
+    #: is not fails, and `describe_state()` counts it under "checksum_failures" on the receiving side.
+    verifies: bool = False
 
     @abstractmethod
     def register(

@@ -32,6 +32,11 @@ class Board:
         if self._marks is not None:
             self._marks[blocks] = ready
 
+    def are_set(self, blocks: Ids) -> npt.NDArray[np.bool_]:
+        """bool ``[blocks]``: whether each may be read as it is; none once this is closed."""
+        marks = self._marks
+        return np.zeros(len(blocks), np.bool_) if marks is None else marks[blocks].astype(np.bool_)
+
     def export(self) -> GrantedMemory:
         """For a peer to read."""
         return GrantedMemory(self._reservation.nbytes, self._reservation.export_fds())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +19,8 @@ from pdkv_connectors.ipc.legs import LayerPlace, layer_places, sums_nbytes
 from pdkv_connectors.ipc.owner import GrantedMemory
 
 if TYPE_CHECKING:
+    import torch
+
     from pdkv.kvcache import GrowableKVCache
     from pdkv.transfer.geometry import CacheGeometry
     from pdkv_connectors.ipc.cuda_mover import CudaMover, CudaWork, SumLeg
@@ -85,6 +88,25 @@ class PageSums:
             self._require_open()
             return work.is_done()
 
+    def of_pages(self, group: int, blocks: Ids) -> npt.NDArray[np.uint64]:
+        """uint64 ``[blocks, layers of the group]``: what whole pages hash to, as :meth:`start` has written it down.
+
+        Raises:
+            TransportError: closed.
+        """
+        import torch
+
+        with self._lock:
+            self._require_open()
+            rows = torch.from_numpy(blocks.astype(np.int64))
+            columns = []
+            for shape, places in groupby(self._places[group], lambda place: place.shape):
+                alike = list(places)  # they follow each other in the table too
+                table = self._table(alike[0].sum_offset, len(alike) * self._geometry.num_blocks * shape.sums)
+                table = table.view(len(alike), self._geometry.num_blocks, shape.sums)
+                columns.append(table[:, rows.to(table.device)].sum(2).T)
+            return torch.cat(columns, dim=1).cpu().contiguous().numpy().view(np.uint64)
+
     def close(self) -> None:
         """Give the memory back, when nothing sums any more: peers are answered by another thread. Idempotent."""
         self._closed = True  # what sums on the host ends at its next step
@@ -108,6 +130,12 @@ class PageSums:
         base, table = self._cache.address, self._reservation.address
         return [mover.sum_leg([place for place in places if place.shape == shape], base, table) for shape in shapes]
 
+    def _table(self, offset: int, sums: int) -> torch.Tensor:
+        """int64 ``[sums]`` from a byte of the table on."""
+        import torch
+
+        return self._reservation.tensor(offset, sums * WORD_NBYTES).view(torch.int64)
+
     def _sum_on_host(self, place: LayerPlace, blocks: Ids) -> None:
         from pdkv_connectors.ipc.convert import page_keys, page_view
         from pdkv_connectors.ipc.hashing import hash_granules
@@ -117,8 +145,8 @@ class PageSums:
             self._keys[shape] = page_keys(shape)
         raw = self._cache.raw_tensor()
         pages = page_view(raw, shape, num_blocks, place.offset).numpy().view(np.int64)
-        table = self._reservation.tensor(place.sum_offset, num_blocks * shape.sums * WORD_NBYTES).numpy()
-        table = table.view(np.int64).reshape(num_blocks, shape.num_heads, shape.granules)
+        table = self._table(place.sum_offset, num_blocks * shape.sums).numpy()
+        table = table.reshape(num_blocks, shape.num_heads, shape.granules)
         step = max(1, _STEP_NBYTES // shape.nbytes)
         for first in range(0, len(blocks), step):
             self._require_open()

@@ -11,12 +11,10 @@ block is not on it, D asks, and P synchronises its device, sums the blocks and a
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from msgspec.structs import replace
 
 from pdkv.errors import GeometryError, TransportError
@@ -30,20 +28,19 @@ from pdkv.transfer.geometry import CacheGeometry
 from pdkv.transfer.messages import EngineRef
 from pdkv_connectors.ipc import wire
 from pdkv_connectors.ipc.believed import require_backed
-from pdkv_connectors.ipc.board import Board
 from pdkv_connectors.ipc.columns import BlockColumns, Ids, are_within, columns_of
 from pdkv_connectors.ipc.legs import legs_between, require_verifiable
 from pdkv_connectors.ipc.link import open_link
 from pdkv_connectors.ipc.loop import Loop
+from pdkv_connectors.ipc.offers import Offers, require_agreed
 from pdkv_connectors.ipc.owner import GrantedMemory, Owner
 from pdkv_connectors.ipc.plan import HeadSlice
 from pdkv_connectors.ipc.route import Between, CudaRoute, HostRoute, Route
-from pdkv_connectors.ipc.sums import PageSums
 from pdkv_connectors.ipc.transfers import IpcTransfer
 
 if TYPE_CHECKING:
     from pdkv.kvcache import GrowableKVCache
-    from pdkv_connectors.ipc.cuda_mover import CudaMover, CudaWork
+    from pdkv_connectors.ipc.cuda_mover import CudaMover
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +50,6 @@ less than 15 %; docs/ipc.md says what was measured. A copy that takes the whole 
 
 DROP_TIMEOUT_S = 5.0
 """How long peers have to let go of memory that is taken back, unless told otherwise."""
-
-OFFER_TIMEOUT_S = 30.0
-"""How long summing may take."""
 
 _PAGE_NBYTES = 4096
 
@@ -100,54 +94,45 @@ class IpcTransport(TransportBase[Route]):
         self._drop_timeout_s = drop_timeout_s
         self._loop: Loop | None = None
         self._owner: Owner | None = None
-        self._sums: PageSums | None = None
-        self._board: Board | None = None
+        self._offers: Offers | None = None
         self._movers: list[CudaMover] = []  # one for copies, one for sums, which another thread may ask for
         self._pages: MemoryDriver | None = None
-        self._offers: list[tuple[CudaWork, Ids]] = []
 
     # What P does beside the contract.
 
-    def offer(self, block_ids: Sequence[int] | Ids, *, group: int = 0, after: int | None = None) -> None:
+    @property
+    def verifies(self) -> bool:
+        return self.verify
+
+    def offer(self, block_ids: Sequence[int] | Ids, *, group: int | None = None, after: int | None = None) -> None:
         """Say that blocks are complete, so that peers can read them without asking.
 
-        They are summed; on CUDA that happens behind the event `after` (an address, as ``torch.cuda.Event.cuda_event``),
-        and the blocks are announced by a later :meth:`progress`. Offer blocks again when they have been written again.
+        They are summed, as blocks of `group` or of every group; on CUDA that happens behind the event `after` (an
+        address, as ``torch.cuda.Event.cuda_event``), and the blocks are announced by a later :meth:`progress`. Offer
+        blocks again when they have been written again.
 
         Raises:
             StateError: no cache is registered.
             ProtocolError: there is no such block.
         """
         self._require_registered()
-        blocks = np.asarray(block_ids, np.int32)
-        self.withdraw(blocks)
-        work = self._sums.start(group, blocks, after) if self._sums is not None else self._event_after(after)
-        if work is None:
-            self._announce(blocks)
-        else:
-            self._offers.append((work, blocks))
+        if self._offers is not None:
+            self._offers.offer(block_ids, group=group, after=after)
 
     def withdraw(self, block_ids: Sequence[int] | Ids) -> None:
         """Say that blocks are about to be written. Who asks for them all the same gets what they hold then."""
-        blocks = np.asarray(block_ids, np.int32)
-        self._offers = [(work, offered) for work, offered in self._offers if not np.isin(offered, blocks).any()]
-        if self._board is not None:
-            self._board.set(blocks, False)
+        if self._offers is not None:
+            self._offers.withdraw(block_ids)
 
     @property
     def num_offers_pending(self) -> int:
         """Offers whose blocks have not been announced yet."""
-        return len(self._offers)
+        return self._offers.num_pending if self._offers is not None else 0
 
     def progress(self) -> None:
         """Announce what was offered and has been summed by now."""
-        waiting = []
-        for work, blocks in self._offers:
-            if self._is_summed(work):
-                self._announce(blocks)
-            else:
-                waiting.append((work, blocks))
-        self._offers = waiting
+        if self._offers is not None:
+            self._offers.progress()
 
     # The contract.
 
@@ -179,18 +164,18 @@ class IpcTransport(TransportBase[Route]):
         self._pages = self._pages or open_driver("host", granule=_PAGE_NBYTES)
         memories: dict[int, GrantedMemory] = {}
         try:
-            self._board = Board(geometry.num_blocks)
+            mover = self._movers[1] if self._movers else None
+            offers = self._offers = Offers(cache, geometry, mover, keeps_sums=self.verify)
             memories[0] = GrantedMemory(cache.bytes_reserved, cache.export_fds())
-            if self.verify:
-                self._sums = PageSums(cache, geometry, self._movers[1] if self._movers else None)
-                memories[1] = self._sums.export()
-            memories[2] = self._board.export()
+            if offers.sums is not None:
+                memories[1] = offers.sums.export()
+            memories[2] = offers.board.export()
         except BaseException:
             for memory in memories.values():
                 memory.close()
-            self._close_tables()
+            self._close_offers()
             raise
-        self._owner = Owner(self._loop, engine, memories, self._make_ready, Counters(self._count))
+        self._owner = Owner(self._loop, engine, memories, offers.make_ready, Counters(self._count))
 
     def _do_unregister(self) -> None:
         if self._owner is not None:
@@ -199,8 +184,7 @@ class IpcTransport(TransportBase[Route]):
                 self.counts["drops_unacknowledged"] += len(holding)
                 logger.warning("%s still hold this engine's memory, which is free once they let go or end.", holding)
         self._owner = None
-        self._offers = []
-        self._close_tables()
+        self._close_offers()
 
     def _do_describe(self) -> bytes:
         if self._owner is None:
@@ -217,8 +201,7 @@ class IpcTransport(TransportBase[Route]):
                 f"the peer's cache is {geometry.driver} memory and this one {ours.driver}; ipc needs both alike."
             )
         address = wire.read_address(own)
-        if self.verify and not address.verifies:
-            raise TransportError("the peer keeps no sums, which this side is to verify; set `verify` alike on both.")
+        require_agreed(self.verify, address.verifies)
         scales = self._fp8_scales
         legs = legs_between(geometry, ours, self._heads(peer), quantize=self._quantizes(geometry, ours))
         if self.verify:
@@ -293,33 +276,7 @@ class IpcTransport(TransportBase[Route]):
             raise GeometryError(f"{len(self._fp8_scales)} pairs of fp8 scales were given for {ours.num_layers} layers.")
         return ours.layers[0].dtype == "float8_e4m3fn" != theirs.layers[0].dtype
 
-    def _make_ready(self, group: int, blocks: Sequence[int]) -> None:
-        """In the loop's thread: let all work of the device end, then sum the blocks."""
-        movers, sums = self._movers, self._sums  # the engine's thread may take both away
-        if movers:
-            movers[1].synchronize_device()
-        if sums is None:
-            return
-        work = sums.start(group, np.asarray(blocks, np.int32))
-        deadline = time.monotonic() + OFFER_TIMEOUT_S
-        while not sums.is_done(work):
-            if time.monotonic() > deadline:
-                raise TransportError(f"{len(blocks)} blocks were not summed within {OFFER_TIMEOUT_S:g} s.")
-
-    def _event_after(self, after: int | None) -> CudaWork | None:
-        """Without sums: nothing to do but to wait for the event."""
-        return self._movers[1].start_sums([], after) if after is not None and self._movers else None
-
-    def _is_summed(self, work: CudaWork) -> bool:
-        return self._sums.is_done(work) if self._sums is not None else work.is_done()
-
-    def _announce(self, blocks: Ids) -> None:
-        if self._board is not None:
-            self._board.set(blocks, True)
-
-    def _close_tables(self) -> None:
-        if self._sums is not None:
-            self._sums.close()
-        if self._board is not None:
-            self._board.close()
-        self._sums = self._board = None
+    def _close_offers(self) -> None:
+        if self._offers is not None:
+            self._offers.close()
+        self._offers = None

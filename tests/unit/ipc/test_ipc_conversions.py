@@ -42,9 +42,12 @@ class Bench:
         return cache
 
     def transport(self, cache: GrowableKVCache, engine: EngineRef, **options: Any) -> IpcTransport:
-        transport = IpcTransport(**options)
-        self._stack.callback(transport.close)
+        transport = self.keep(IpcTransport(**options))
         transport.register(cache, engine)
+        return transport
+
+    def keep(self, transport: IpcTransport) -> IpcTransport:
+        self._stack.callback(transport.close)
         return transport
 
     def read(
@@ -152,3 +155,20 @@ def test_sums_are_asked_of_a_peer_that_keeps_some_only(bench: Bench) -> None:
     without, reader = bench.transport(cache, P, verify=False), bench.transport(bench.cache(), D)
     with pytest.raises(TransportError, match="keeps no sums"):
         reader.connect(P, without.describe())
+
+
+def test_blocks_that_are_offered_without_a_group_are_summed_as_blocks_of_each(bench: Bench) -> None:
+    owner, reader = IpcTransport(), IpcTransport()
+    for transport, engine in ((owner, P), (reader, D)):
+        bench.keep(transport)
+        transport.register(bench.cache(), engine, groups=[["layer.0"], ["layer.1"]])
+    reader.connect(P, owner.describe(), timeout_s=20.0)
+    owner.offer([4, 5])
+    for group in (0, 1):
+        transfer = reader.read(P, BlockColumns([4, 5], [7, 8], group))
+        assert transfer.wait(20.0) == "done", transfer.reason
+    assert reader.counts["offers_asked"] == 0
+    assert owner.cache is not None
+    assert reader.cache is not None
+    for wanted, found in zip(owner.cache.views().values(), reader.cache.views().values(), strict=True):
+        assert torch.equal(found[[7, 8]], wanted[[4, 5]])
