@@ -60,6 +60,10 @@ class PostedTransfer(Transfer):
                 self.end(state, self.reason)
         return self._state
 
+    def look(self) -> TransferState:
+        """As :meth:`poll`, for whoever has this transfer as a part of another one: the transport hears of that one."""
+        return self._look()
+
     def abandon(self) -> bool:
         self._transport.counts["abandoned"] += 1
         return self.poll() is not TransferState.RUNNING

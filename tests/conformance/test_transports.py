@@ -336,6 +336,28 @@ class OpensAgain(Wrong):
         self._closed = False
 
 
+@caught_by("fails_what_differs_from_its_sums_and_counts_it")
+class OnlyClaimsToVerify(Wrong):
+    verifies = True
+
+
+@caught_by("does_not_take_new_contents_for_damage")
+class KeepsSumsOfBlocksThatWereWithdrawn(Wrong):
+    verifies = True
+    has_withdrawn = False
+
+    def withdraw(self, block_ids: Sequence[int]) -> None:
+        self.has_withdrawn = True
+
+    def read(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
+        transfer = super().read(peer, pairs)
+        known = self._connections.find(peer.engine_id)
+        owner = self.find("" if known is None else known.link)
+        if isinstance(owner, KeepsSumsOfBlocksThatWereWithdrawn) and owner.has_withdrawn:
+            transfer.end(TransferState.FAILED, "the bytes are not those that were summed")  # type: ignore[attr-defined]
+        return transfer
+
+
 @caught_by("leaves_no_descriptor_open")
 class LeavesAFileOpen(Wrong):
     files: list[Any] = []  # noqa: RUF012

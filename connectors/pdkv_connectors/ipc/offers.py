@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -42,6 +43,7 @@ class Offers:
     ) -> None:
         self._geometry = geometry
         self._mover = mover
+        self._lock = threading.RLock()  # a thread that answers peers may note what the engine's thread has offered
         self._pending: list[tuple[list[CudaWork], Ids]] = []
         self.board = Board(geometry.num_blocks)
         try:
@@ -66,28 +68,31 @@ class Offers:
             ProtocolError: there is no such group or block.
         """
         blocks = np.asarray(block_ids, np.int32)
-        self.withdraw(blocks)
-        works = self._start(blocks, group, after)
-        if works:
-            self._pending.append((works, blocks))
-        else:
-            self.board.set(blocks, True)
+        with self._lock:
+            self.withdraw(blocks)
+            works = self._start(blocks, group, after)
+            if works:
+                self._pending.append((works, blocks))
+            else:
+                self.board.set(blocks, True)
 
     def withdraw(self, block_ids: Sequence[int] | Ids) -> None:
         """Blocks are about to be written."""
         blocks = np.asarray(block_ids, np.int32)
-        self._pending = [(works, offered) for works, offered in self._pending if not np.isin(offered, blocks).any()]
-        self.board.set(blocks, False)
+        with self._lock:
+            self._pending = [(works, offered) for works, offered in self._pending if not np.isin(offered, blocks).any()]
+            self.board.set(blocks, False)
 
     def progress(self) -> None:
-        """Put on the board what was offered and has been summed by now."""
-        waiting = []
-        for works, blocks in self._pending:
-            if all(self._is_done(work) for work in works):
-                self.board.set(blocks, True)
-            else:
-                waiting.append((works, blocks))
-        self._pending = waiting
+        """Put on the board what was offered and has been summed by now. From any thread."""
+        with self._lock:
+            waiting = []
+            for works, blocks in self._pending:
+                if all(self._is_done(work) for work in works):
+                    self.board.set(blocks, True)
+                else:
+                    waiting.append((works, blocks))
+            self._pending = waiting
 
     def sum_now(self, group: int, blocks: Ids) -> Iterator[None]:
         """Sum blocks as they are when all work of the device so far has ended; a step for each item. From any thread.
@@ -123,7 +128,8 @@ class Offers:
 
     def close(self) -> None:
         """Give the tables back. Idempotent; summing in another thread ends by a TransportError."""
-        self._pending = []
+        with self._lock:
+            self._pending = []
         if self.sums is not None:
             self.sums.close()
         self.board.close()

@@ -56,7 +56,7 @@ class TransportSide:
         """A new transport; what it says of itself."""
         self._transport = self._factory()
         self._transfers = []
-        names = ("name", "can_read", "can_write", "converts")
+        names = ("name", "can_read", "can_write", "converts", "verifies")
         return {name: getattr(self._transport, name) for name in names} | {"granule": self._driver.granule}
 
     def do_close(self) -> None:
@@ -131,6 +131,14 @@ class TransportSide:
         self._driver.synchronize()
         return all(self._get(view[block]) == bytes([value]) * _nbytes(view[block]) for view in self._views())
 
+    def do_damage(self, block: int, layer: int, byte: int) -> None:
+        """Change one bit of a block and tell nobody."""
+        page = self._views()[layer][block]
+        data = bytearray(self._get(page))
+        data[byte] ^= 1
+        self._put(page, bytes(data))
+        self._driver.synchronize()
+
     def do_differing(self, seed: int, moved: dict[str, list[int]] | None = None) -> list[list[int]]:
         """``[layer, block]`` of each block that does not hold what it should.
 
@@ -183,6 +191,15 @@ class TransportSide:
 
     def do_abandon(self, number: int) -> bool:
         return self._transfers[number].abandon()
+
+    def do_offer(self, blocks: list[int]) -> None:
+        """Offer blocks; they are summed when this returns."""
+        self.transport.offer(blocks)
+        self._driver.synchronize()
+        self.transport.progress()
+
+    def do_withdraw(self, blocks: list[int]) -> None:
+        self.transport.withdraw(blocks)
 
     # Bytes.
 

@@ -1,0 +1,7 @@
+"""Integrity over transports that do not map each other's memory: sums by the side that has blocks, compared by the side
+that gets them.
+
+The hash, the table of sums and the bookkeeping of what was offered are those of `pdkv_connectors.ipc`. Beside them here
+are the few questions that two sides ask each other (`wire`), who answers them (`keeper`), and a transfer that ends as
+done only when what has arrived is what was summed (`transfer`). A transport brings the channel for the questions.
+"""
