@@ -6,7 +6,9 @@ it arrives right, and that the probe says how.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,17 @@ pytest.importorskip("nixl", reason="NIXL is not installed", exc_type=ImportError
 pytestmark = pytest.mark.gpu
 
 FACTORY = "pdkv_connectors.nixl.transport:NixlTransport"
+#: Where it matters who hashes, and when.
+WITH_SUMS = (
+    "moves_exactly_the_named_blocks",
+    "moves_layers_of_the_named_group_only",
+    "moves_between_layouts_of_the_same_pages",
+    "runs_several_transfers_at_once",
+    "fails_what_differs_from_its_sums_and_counts_it",
+    "does_not_take_new_contents_for_damage",
+    "unregister_is_a_fence",
+    "close_ends_everything",
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +44,20 @@ def bench() -> Iterator[TransportBench]:
 @pytest.mark.parametrize("rule", TRANSPORT_CHECKS)
 def test_nixl_keeps_to_the_rule(bench: TransportBench, rule: str) -> None:
     run_transport_check(rule, bench)
+
+
+@pytest.fixture(scope="module")
+def verified_bench() -> Iterator[TransportBench]:
+    folder = str(Path(__file__).parents[1] / "integration")
+    paths = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+    environment = {"NIXL_LOG_LEVEL": "FATAL", "PYTHONPATH": paths}
+    with TransportBench("verified:nixl", processes=2, driver="cuda", environment=environment) as bench:
+        yield bench
+
+
+@pytest.mark.parametrize("rule", WITH_SUMS)
+def test_nixl_with_sums_by_the_kernel_keeps_to_the_rule(verified_bench: TransportBench, rule: str) -> None:
+    run_transport_check(rule, verified_bench)
 
 
 def test_the_probe_reads_right_and_names_what_ucx_used(record: Callable[..., Any]) -> None:

@@ -12,22 +12,26 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from pdkv.errors import ConnectorError, ProtocolError, TransportError
+from pdkv.errors import ProtocolError, TransportError
 from pdkv.transfer.base import PostedTransfer, TransportBase
 from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.checks import Connection
 from pdkv.transfer.geometry import CacheGeometry
 from pdkv.transfer.messages import EngineRef, Name
 from pdkv.transfer.runs import copies_for
-from pdkv.transfer.transport import TransferState
+from pdkv_connectors.checking.keeper import SumKeeper, refused_write
+from pdkv_connectors.checking.transfer import CheckedTransfer, moving
+from pdkv_connectors.ipc.offers import require_agreed
 from pdkv_connectors.nixl.agent import MEMORY, destroy_agent, make_agent, translated
+from pdkv_connectors.nixl.notes import Notes
 from pdkv_connectors.nixl.settings import NixlSettings
+from pdkv_connectors.nixl.transfers import Link, NixlAsked, NixlTransfer
 from pdkv_connectors.nixl.verify import verify_extents
 
 if TYPE_CHECKING:
@@ -51,6 +55,7 @@ class _Own(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     agent: Name
     metadata: bytes
+    verifies: bool = False
 
 
 def read_own(own: bytes) -> _Own:
@@ -61,37 +66,27 @@ def read_own(own: bytes) -> _Own:
         raise ProtocolError(f"a peer's NIXL metadata is not valid: {error}") from error
 
 
-@dataclass(slots=True)
-class _Link:
-    """A peer's agent.
-
-    Attributes:
-        suspect: a transfer with it failed, and UCX takes no other one until the peer has been added anew.
-        renewed: it has been added anew and nothing has succeeded since; it is not done a second time.
-    """
-
-    agent: str
-    metadata: bytes
-    suspect: bool = False
-    renewed: bool = False
-
-
-class NixlTransport(TransportBase[_Link]):
+class NixlTransport(TransportBase[Link]):
     """See the module's docstring. An agent lives from :meth:`register` to :meth:`unregister`.
 
     Args:
         settings: by default those of the environment.
+        verify: have what arrives compared with its owner's sums; see :mod:`pdkv_connectors.checking`. A peer that keeps
+            none is refused then.
     """
 
     name = "nixl"
 
-    def __init__(self, settings: NixlSettings | None = None) -> None:
+    def __init__(self, settings: NixlSettings | None = None, *, verify: bool = False) -> None:
         super().__init__()
+        self.verifies = verify
         self.settings = settings or NixlSettings.from_environment(os.environ)
         #: What the probe found after the last registration; None where it did not run.
         self.verified: Verified | None = None
         self._agent: Any = None
         self._registered: Any = None
+        self._keeper: SumKeeper | None = None
+        self._notes: Notes | None = None
 
     @property
     def agent(self) -> Any:
@@ -101,15 +96,25 @@ class NixlTransport(TransportBase[_Link]):
         return self._agent
 
     def progress(self) -> None:
-        """Let peers' transfers go on: what is not truly one-sided (tcp, emulation) needs the owner's help."""
-        if self._agent is not None:
-            with translated("make progress"):
-                self._agent.get_new_notifs()
+        """Let peers' transfers go on: what is not truly one-sided (tcp, emulation, sums) needs the owner's help."""
+        self.receive()
+        if self._notes is not None:
+            self._notes.work()
+
+    def offer(self, block_ids: Sequence[int]) -> None:
+        self._require_registered()
+        if self._keeper is not None:
+            self._keeper.offer(block_ids)
+
+    def withdraw(self, block_ids: Sequence[int]) -> None:
+        if self._keeper is not None:
+            self._keeper.withdraw(block_ids)
 
     def describe_state(self) -> dict[str, Any]:
         verified = self.verified
         return {
             **super().describe_state(),
+            "verify": self.verifies,
             "ucx_transport": verified.transport if verified is not None else None,
             "probe_gbps": round(verified.gb_per_s, 3) if verified is not None else None,
         }
@@ -125,6 +130,9 @@ class NixlTransport(TransportBase[_Link]):
             with translated(f"register {len(extents)} extents"):
                 self._registered = self._agent.register_memory(extents, memory)
             self.verified = self._verify(cache, memory) if self._is_to_probe(memory) else None
+            if self.verifies:
+                self._keeper = SumKeeper(cache, geometry, engine, self.counts)
+                self._notes = Notes(self._agent, self._keeper.answer, self._known_agents)
         except BaseException:
             self._do_unregister()
             raise
@@ -152,6 +160,9 @@ class NixlTransport(TransportBase[_Link]):
         return verified
 
     def _do_unregister(self) -> None:
+        if self._notes is not None:
+            self._notes.close()
+        self._notes = None
         if self._agent is not None and self._registered is not None:
             try:
                 self._agent.deregister_memory(self._registered)
@@ -160,6 +171,9 @@ class NixlTransport(TransportBase[_Link]):
         self._registered = None
         holder, self._agent = [self._agent], None
         destroy_agent(holder)
+        if self._keeper is not None:
+            self._keeper.close()
+        self._keeper = None
 
     def _do_stop(self, timeout_s: float) -> None:
         """Destroy the agent, which is the only way: cancelling leaves bytes that still land.
@@ -172,35 +186,39 @@ class NixlTransport(TransportBase[_Link]):
             time.sleep(POLL_S)
             self._poll_running()
         for transfer in self._running:
-            if isinstance(transfer, _NixlTransfer):
-                transfer.drop()
+            if isinstance(inner := moving(transfer), NixlTransfer):
+                inner.drop()
         self._do_unregister()
 
     # Peers.
 
     def _do_describe(self) -> bytes:
         with translated("describe its agent"):
-            return msgspec.msgpack.encode(_Own(self.agent.name, self.agent.get_agent_metadata()))
+            return msgspec.msgpack.encode(_Own(self.agent.name, self.agent.get_agent_metadata(), self.verifies))
 
-    def _do_connect(self, peer: EngineRef, geometry: CacheGeometry, own: bytes, timeout_s: float) -> _Link:
+    def _do_connect(self, peer: EngineRef, geometry: CacheGeometry, own: bytes, timeout_s: float) -> Link:
         if geometry.driver not in MEMORY:
             raise TransportError(f"NIXL cannot reach memory of the peer's driver {geometry.driver!r}; use another one.")
         found = read_own(own)
+        require_agreed(self.verifies, found.verifies)
         for known in (*self._connections.all(), *self._leaving):
             if known.link.agent == found.agent:
                 return known.link  # NIXL has the agent already, or has it still
-        link = _Link(found.agent, found.metadata)
+        link = Link(found.agent, found.metadata, found.verifies)
         self._add(link)
         return link
 
-    def _add(self, link: _Link) -> None:
+    def _known_agents(self) -> list[str]:
+        return [known.link.agent for known in (*self._connections.all(), *self._leaving)]
+
+    def _add(self, link: Link) -> None:
         with translated("add the peer's agent"):
             name = self.agent.add_remote_agent(link.metadata)
         if (name.decode() if isinstance(name, bytes) else name) != link.agent:
             self._remove(name)
             raise ProtocolError(f"a peer's metadata is of the NIXL agent {name!r}, not of {link.agent!r}.")
 
-    def _do_disconnect(self, connection: Connection[_Link]) -> None:
+    def _do_disconnect(self, connection: Connection[Link]) -> None:
         used = any(known.link is connection.link for known in self._connections.all())
         if self._agent is not None and not used:
             self._remove(connection.link.agent)
@@ -212,7 +230,7 @@ class NixlTransport(TransportBase[_Link]):
         except TransportError as error:
             logger.warning("%s It may have gone already.", error)
 
-    def _renew(self, connection: Connection[_Link]) -> None:
+    def _renew(self, connection: Connection[Link]) -> None:
         """After a failure: remove and add the peer's agent, once."""
         link = connection.link
         if link.renewed:
@@ -230,13 +248,29 @@ class NixlTransport(TransportBase[_Link]):
 
     # Transfers.
 
-    def _do_post(self, connection: Connection[_Link], pairs: Sequence[BlockPair], *, reads: bool) -> PostedTransfer:
+    def _do_post(self, connection: Connection[Link], pairs: Sequence[BlockPair], *, reads: bool) -> PostedTransfer:
         # Notice first who has gone. On one host a READ goes through the kernel, which knows processes and no
         # registrations: it would succeed, with whatever is at those addresses now.
         self.progress()
         if connection.link.suspect:
             self._poll_running()
             self._renew(connection)
+        if self._keeper is None:
+            if connection.link.verifies and not reads:
+                raise refused_write()
+            return self._move(connection, pairs, reads=reads)
+        return CheckedTransfer(
+            self,
+            connection,
+            pairs,
+            reads=reads,
+            keeper=self._keeper,
+            ask=partial(self._ask, connection.link),
+            move=partial(self._move, connection, pairs, reads=reads),
+        )
+
+    def _move(self, connection: Connection[Link], pairs: Sequence[BlockPair], *, reads: bool) -> NixlTransfer:
+        """Post the transfer of bytes."""
         ours, theirs = self._require_registered()[1], connection.geometry
         copies = copies_for(theirs, ours, pairs) if reads else copies_for(ours, theirs, pairs)
         here, there = (copies.destination, copies.source) if reads else (copies.source, copies.destination)
@@ -248,9 +282,26 @@ class NixlTransport(TransportBase[_Link]):
                 connection.link.agent,
             )
         self.counts["descriptors"] += len(copies)
-        transfer = _NixlTransfer(self, connection, copies.total_nbytes, handle)
+        transfer = NixlTransfer(self, connection, copies.total_nbytes, handle)
         transfer.start()
         return transfer
+
+    def _ask(self, link: Link, body: bytes) -> NixlAsked:
+        if self._notes is None:
+            raise TransportError("the NIXL agent is gone; register() again.")
+        try:
+            return NixlAsked(self, link, self._notes.ask(link.agent, body))
+        except TransportError:
+            link.suspect = True
+            raise
+
+    def receive(self) -> None:
+        """Take in what peers have sent, and let transfers of either side go on."""
+        if self._agent is not None:
+            with translated("make progress"):
+                found = self._agent.get_new_notifs()
+            if self._notes is not None:
+                self._notes.take(found)
 
     def _descriptors(self, side: CacheGeometry, offsets: Any, nbytes: Any) -> Any:
         rows = np.empty((len(nbytes), 3), np.uint64)
@@ -258,56 +309,3 @@ class NixlTransport(TransportBase[_Link]):
         rows[:, 1] = nbytes
         rows[:, 2] = side.device_id
         return self.agent.get_xfer_descs(rows, MEMORY[side.driver])
-
-
-class _NixlTransfer(PostedTransfer):
-    """One NIXL request."""
-
-    def __init__(self, transport: NixlTransport, connection: Connection[_Link], nbytes: int, handle: Any) -> None:
-        super().__init__(transport, connection, nbytes)
-        self._mine = transport
-        self._handle: Any = handle
-
-    def start(self) -> None:
-        """Post it.
-
-        Raises:
-            TransportError: NIXL did not take it, and nothing is in flight.
-        """
-        try:
-            with translated("post a transfer"):
-                state = self._mine.agent.transfer(self._handle)
-            if state == "ERR":
-                raise TransportError("NIXL could not post a transfer; the peer may have gone.")
-        except ConnectorError:
-            self.connection.link.suspect = True
-            self.drop()
-            raise
-
-    def drop(self) -> None:
-        """Let go of the request; where it still runs, only the end of the agent ends it."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            try:
-                handle.release()
-            except Exception as error:
-                logger.debug("NIXL kept a request that still runs: %s", error)
-
-    def _look(self) -> TransferState:
-        try:
-            with translated("complete a transfer"):
-                state = self._mine.agent.check_xfer_state(self._handle)
-        except TransportError as error:
-            state, self.reason = "ERR", str(error)
-        if state == "PROC":
-            return TransferState.RUNNING
-        link = self.connection.link
-        self.drop()
-        if state == "DONE":
-            link.renewed = False
-            return TransferState.DONE
-        link.suspect = True
-        self.reason = (
-            self.reason or "NIXL reports an error; the peer has gone, or its memory is not registered any more."
-        )
-        return TransferState.FAILED

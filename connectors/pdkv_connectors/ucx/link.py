@@ -14,6 +14,7 @@ from pdkv_connectors.ucx.memory import Memory, Part, parts_of
 from pdkv_connectors.ucx.wire import (
     HEADER_NBYTES,
     MAX_CONTROL_NBYTES,
+    Answer,
     Array,
     Ask,
     Bye,
@@ -21,12 +22,15 @@ from pdkv_connectors.ucx.wire import (
     End,
     Go,
     No,
+    Question,
     body_nbytes,
     decode_control,
     encode_control,
 )
 
 logger = logging.getLogger(__name__)
+
+Said = Go | No | End | Answer
 
 CONTROL_TAG = 0
 #: Messages of one transfer that are on their way at once.
@@ -135,11 +139,16 @@ class Link:
 
 
 class AskingLink(Link):
-    """The end that connected. A task reads what the server says."""
+    """The end that connected. A task reads what the server says.
 
-    def __init__(self, endpoint: Any) -> None:
+    Attributes:
+        verifies: whether the server keeps sums, and wants what is written there to be compared.
+    """
+
+    def __init__(self, endpoint: Any, *, verifies: bool) -> None:
         super().__init__(endpoint)
-        self._answers: dict[int, asyncio.Queue[Go | No | End]] = {}
+        self.verifies = verifies
+        self._answers: dict[int, asyncio.Queue[Said]] = {}
         self._number = 0
         self._reader = asyncio.ensure_future(self._read())
 
@@ -166,6 +175,19 @@ class AskingLink(Link):
         finally:
             del self._answers[number]
 
+    async def ask(self, body: bytes) -> bytes:
+        """The answer to a question about sums. Raises TransportError where there is none."""
+        self._number += 1
+        number = self._number
+        answers = self._answers[number] = asyncio.Queue()
+        try:
+            self._require_open()
+            await self.send(Question(number, body))
+            answer = await self._answer(answers, Answer)
+        finally:
+            del self._answers[number]
+        return answer.body if isinstance(answer, Answer) else b""
+
     async def disconnect(self) -> None:
         await self.leave("disconnected", self._reader)
 
@@ -180,18 +202,19 @@ class AskingLink(Link):
         for number, answers in self._answers.items():
             answers.put_nowait(No(number, reason[:512]))
 
-    async def _answer(self, answers: asyncio.Queue[Go | No | End], wanted: type) -> None:
+    async def _answer(self, answers: asyncio.Queue[Said], wanted: type) -> Said:
         answer = await answers.get()
         if isinstance(answer, No):
-            raise TransportError(f"the peer does not serve the transfer: {answer.reason}.")
+            raise TransportError(f"the peer does not serve the transfer: {answer.reason.rstrip('.')}.")
         if not isinstance(answer, wanted):
             raise ProtocolError(f"a UCX peer answered {type(answer).__name__} where {wanted.__name__} was due.")
+        return answer
 
     async def _read(self) -> None:
         try:
             while True:
                 match await self.receive():
-                    case Go() | No() | End() as answer if answer.number in self._answers:
+                    case Go() | No() | End() | Answer() as answer if answer.number in self._answers:
                         self._answers[answer.number].put_nowait(answer)
                     case Bye(reason):
                         self.close(reason)

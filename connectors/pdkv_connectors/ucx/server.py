@@ -6,14 +6,16 @@ import asyncio
 import hmac
 import logging
 import secrets
+import time
 from collections import Counter
+from collections.abc import Callable, Generator
 from typing import Any
 
 from pdkv.errors import ProtocolError
 from pdkv.transfer.messages import EngineRef
 from pdkv_connectors.ucx.link import Link
 from pdkv_connectors.ucx.memory import Memory
-from pdkv_connectors.ucx.wire import MAX_HELLO_NBYTES, Ask, Bye, End, Go, Hello, No, arrays_of
+from pdkv_connectors.ucx.wire import MAX_HELLO_NBYTES, Answer, Ask, Bye, End, Go, Hello, No, Question, arrays_of
 
 logger = logging.getLogger(__name__)
 
@@ -21,15 +23,33 @@ HELLO_S = 5.0
 MAX_ASKED = 64  # transfers of one peer at once; further ones wait on the wire
 
 
-class Server:
-    """Listens from :meth:`start` to :meth:`stop`; afterwards nothing touches the memory."""
+#: A thread that answers a question leaves the interpreter to others for so long between two steps.
+STEP_PAUSE_S = 50e-6
 
-    def __init__(self, ucx: Any, memory: Memory, engine: EngineRef, counts: Counter[str]) -> None:
+Steps = Generator[None, None, bytes]
+
+
+class Server:
+    """Listens from :meth:`start` to :meth:`stop`; afterwards nothing touches the memory.
+
+    Args:
+        answer: answers questions about sums, in steps and in a thread of its own; None where none are kept.
+    """
+
+    def __init__(
+        self,
+        ucx: Any,
+        memory: Memory,
+        engine: EngineRef,
+        counts: Counter[str],
+        answer: Callable[[bytes], Steps] | None = None,
+    ) -> None:
         self.token = secrets.token_bytes(32)
         self._ucx = ucx
         self._memory = memory
         self._engine = engine
         self._counts = counts
+        self._answer = answer
         self._links: dict[Link, asyncio.Task[Any]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener: Any = None
@@ -81,10 +101,11 @@ class Server:
             ask = await link.receive()
             if isinstance(ask, Bye):
                 return
-            if not isinstance(ask, Ask):
+            if not isinstance(ask, Ask | Question):
                 raise ProtocolError("a UCX peer said what it cannot at this moment.")
             await room.acquire()
-            task = asyncio.ensure_future(self._serve_one(link, ask))
+            serve = self._serve_one(link, ask) if isinstance(ask, Ask) else self._answer_one(link, ask)
+            task = asyncio.ensure_future(serve)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             task.add_done_callback(lambda _: room.release())
@@ -114,3 +135,24 @@ class Server:
         except ProtocolError as error:
             return str(error)
         return None
+
+    async def _answer_one(self, link: Link, question: Question) -> None:
+        try:
+            if self._answer is None:
+                await link.send(No(question.number, "it keeps no sums"))
+                return
+            # Summing takes a while, and whoever else this thread serves is not to wait for it.
+            body = await asyncio.to_thread(_worked_off, self._answer(question.body))
+            await link.send(Answer(question.number, body))
+        except Exception as error:
+            link.close(f"a question of the peer could not be answered ({error})")
+
+
+def _worked_off(steps: Steps) -> bytes:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            body: bytes = done.value
+            return body
+        time.sleep(STEP_PAUSE_S)

@@ -17,6 +17,7 @@ import concurrent.futures
 import contextlib
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -29,6 +30,9 @@ from pdkv.transfer.geometry import CacheGeometry
 from pdkv.transfer.messages import Digest, EngineRef
 from pdkv.transfer.runs import copies_for
 from pdkv.transfer.transport import TransferState
+from pdkv_connectors.checking.keeper import SumKeeper, refused_write
+from pdkv_connectors.checking.transfer import CheckedTransfer, moving
+from pdkv_connectors.ipc.offers import require_agreed
 from pdkv_connectors.ucx.api import describe_ucx
 from pdkv_connectors.ucx.link import AskingLink
 from pdkv_connectors.ucx.loop import UcxLoop
@@ -65,6 +69,7 @@ class _Own(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     host: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     port: Annotated[int, msgspec.Meta(ge=1, le=65_535)]
     token: Digest
+    verifies: bool = False
 
 
 def read_own(own: bytes) -> _Own:
@@ -76,44 +81,71 @@ def read_own(own: bytes) -> _Own:
 
 
 class UcxTransport(TransportBase[AskingLink]):
-    """See the module's docstring."""
+    """See the module's docstring.
+
+    Args:
+        verify: have what arrives compared with its owner's sums; see :mod:`pdkv_connectors.checking`. A peer that keeps
+            none is refused then.
+    """
 
     name = "ucx"
 
-    def __init__(self, settings: UcxSettings | None = None) -> None:
+    def __init__(self, settings: UcxSettings | None = None, *, verify: bool = False) -> None:
         super().__init__()
+        self.verifies = verify
         self.settings = settings or UcxSettings()
         self._loop = UcxLoop.shared(self.settings.options)
         self._server: Server | None = None
         self._memory: Memory | None = None
+        self._keeper: SumKeeper | None = None
         self._port = 0
 
+    def offer(self, block_ids: Sequence[int]) -> None:
+        self._require_registered()
+        if self._keeper is not None:
+            self._keeper.offer(block_ids)
+
+    def withdraw(self, block_ids: Sequence[int]) -> None:
+        if self._keeper is not None:
+            self._keeper.withdraw(block_ids)
+
     def describe_state(self) -> dict[str, Any]:
-        return {**super().describe_state(), "port": self._port or None, **describe_ucx(self._loop.ucx)}
+        found = {"verify": self.verifies, "port": self._port or None}
+        return {**super().describe_state(), **found, **describe_ucx(self._loop.ucx)}
 
     # Registration.
 
     def _do_register(self, cache: GrowableKVCache, geometry: CacheGeometry, engine: EngineRef) -> None:
-        self._memory = Memory(cache, geometry.extents())
-        server = Server(self._loop.ucx, self._memory, engine, self.counts)
+        keeper = SumKeeper(cache, geometry, engine, self.counts) if self.verifies else None
+        self._keeper, self._memory = keeper, Memory(cache, geometry.extents())
+        server = Server(
+            self._loop.ucx, self._memory, engine, self.counts, keeper.answer if keeper is not None else None
+        )
         try:
             self._port = self._loop.run(server.start(self.settings.port), START_S)
         except PdkvError:
-            self._memory = None
+            self._memory = self._keeper = None
+            if keeper is not None:
+                keeper.close()
             raise
         self._server = server
         self._loop.use(self, self._end)
 
     def _do_unregister(self) -> None:
+        if self._keeper is not None:
+            self._keeper.end()  # first, so that whoever sums for a peer ends
         server = self._server
         if server is not None and not self._loop.is_over:  # where it is over the loop has ended the server
             self._loop.run(server.stop("the peer has unregistered its cache"), STOP_S)
         self._loop.leave(self)
-        self._server, self._memory, self._port = None, None, 0
+        if self._keeper is not None:
+            self._keeper.close()
+        self._server, self._memory, self._keeper, self._port = None, None, None, 0
 
     def _do_stop(self, timeout_s: float) -> None:
         """Close the connections; then nothing of a transfer is in flight."""
-        futures = [transfer.future for transfer in self._running if isinstance(transfer, _UcxTransfer)]
+        running = [moving(transfer) for transfer in self._running]
+        futures = [inner.future for inner in running if isinstance(inner, _UcxTransfer)]
         if not self._loop.is_over:
             self._loop.run(self._close_links("the transport was closed"), timeout_s)
         left = concurrent.futures.wait(futures, timeout_s).not_done
@@ -135,13 +167,15 @@ class UcxTransport(TransportBase[AskingLink]):
     def _do_describe(self) -> bytes:
         if self._server is None:
             raise TransportError("the UCX listener is gone; register() again.")
-        return msgspec.msgpack.encode(_Own(self.settings.host, self._port, self._server.token))
+        return msgspec.msgpack.encode(_Own(self.settings.host, self._port, self._server.token, self.verifies))
 
     def _do_connect(self, peer: EngineRef, geometry: CacheGeometry, own: bytes, timeout_s: float) -> AskingLink:
-        return self._loop.run(self._open(read_own(own)), timeout_s)
+        found = read_own(own)
+        require_agreed(self.verifies, found.verifies)
+        return self._loop.run(self._open(found), timeout_s)
 
     async def _open(self, own: _Own) -> AskingLink:
-        link = AskingLink(await self._loop.ucx.create_endpoint(own.host, own.port))
+        link = AskingLink(await self._loop.ucx.create_endpoint(own.host, own.port), verifies=own.verifies)
         try:
             await link.send(Hello(own.token))
             await link.greeted()
@@ -159,9 +193,24 @@ class UcxTransport(TransportBase[AskingLink]):
     def _do_post(
         self, connection: Connection[AskingLink], pairs: Sequence[BlockPair], *, reads: bool
     ) -> PostedTransfer:
-        link, memory = connection.link, self._memory
-        if link.closed is not None or memory is None:
-            raise TransportError(f"the UCX connection to the peer is closed: {link.closed}; handshake again.")
+        self._require_open(connection)
+        if self._keeper is None:
+            if connection.link.verifies and not reads:
+                raise refused_write()
+            return self._move(connection, pairs, reads=reads)
+        return CheckedTransfer(
+            self,
+            connection,
+            pairs,
+            reads=reads,
+            keeper=self._keeper,
+            ask=lambda body: _UcxAsked(self._loop, connection.link.ask(body)),
+            move=partial(self._move, connection, pairs, reads=reads),
+        )
+
+    def _move(self, connection: Connection[AskingLink], pairs: Sequence[BlockPair], *, reads: bool) -> _UcxTransfer:
+        """Start the transfer of bytes."""
+        link, memory = self._require_open(connection)
         ours, theirs = self._require_registered()[1], connection.geometry
         copies = copies_for(theirs, ours, pairs) if reads else copies_for(ours, theirs, pairs)
         if len(copies) > MAX_COPIES:
@@ -171,6 +220,12 @@ class UcxTransport(TransportBase[AskingLink]):
         ask = Ask(0, connection.peer, reads, offsets, nbytes)
         work = link.transfer(ask, memory, here, copies.nbytes)
         return _UcxTransfer(self, connection, copies.total_nbytes, self._loop, work)
+
+    def _require_open(self, connection: Connection[AskingLink]) -> tuple[AskingLink, Memory]:
+        link, memory = connection.link, self._memory
+        if link.closed is not None or memory is None:
+            raise TransportError(f"the UCX connection to the peer is closed: {link.closed}; handshake again.")
+        return link, memory
 
 
 class _UcxTransfer(PostedTransfer):
@@ -197,3 +252,21 @@ class _UcxTransfer(PostedTransfer):
             self.reason = str(error) or type(error).__name__
         self.reason = self.reason or "the transport was closed under the transfer"
         return TransferState.FAILED
+
+
+class _UcxAsked:
+    """A question, as a task of the loop."""
+
+    def __init__(self, loop: UcxLoop, work: Coroutine[Any, Any, bytes]) -> None:
+        self._future = loop.spawn(work)
+
+    def answer(self) -> bytes | None:
+        """None while there is none. Raises TransportError where none will come."""
+        if not self._future.done():
+            return None
+        try:
+            return self._future.result()
+        except PdkvError:
+            raise
+        except (Exception, asyncio.CancelledError, concurrent.futures.CancelledError) as error:
+            raise TransportError(f"a question was not answered: {str(error) or type(error).__name__}.") from error

@@ -3,16 +3,18 @@
 Whoever connects sends HELLO and then asks; the other end serves. HELLO's token comes from the peer's description, which
 travels by the side channel: a listener of UCX takes connections from anywhere.
 
-======= ========== ==========================================================================
-message direction  meaning
-======= ========== ==========================================================================
-HELLO   to server  the token
-ASK     to server  send me these bytes (READ), or take these (WRITE)
-GO      to asker   it begins; number 0 answers HELLO
-NO      to asker   it does not, and nothing is in flight
-END     both       READ: all is sent, and was this cache's to the end. WRITE: all is in place
-BYE     both       close this connection; the sender waits for that
-======= ========== ==========================================================================
+======== ========== ==========================================================================
+message  direction  meaning
+======== ========== ==========================================================================
+HELLO    to server  the token
+ASK      to server  send me these bytes (READ), or take these (WRITE)
+GO       to asker   it begins; number 0 answers HELLO
+NO       to asker   it does not, and nothing is in flight
+END      both       READ: all is sent, and was this cache's to the end. WRITE: all is in place
+QUESTION to server  about sums: a message of `pdkv_connectors.checking.wire`
+ANSWER   to asker   the message that answers it
+BYE      both       close this connection; the sender waits for that
+======== ========== ==========================================================================
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import numpy.typing as npt
 
 from pdkv.errors import ProtocolError
 from pdkv.transfer.messages import Count, Digest, EngineRef, Text
+from pdkv_connectors.checking.wire import MAX_BODY_NBYTES
 
 HEADER_NBYTES = 8
 _MAGIC = b"PDKU"
@@ -34,6 +37,7 @@ MAX_HELLO_NBYTES = 4096
 
 Array = npt.NDArray[np.int64]
 Numbers = Annotated[bytes, msgspec.Meta(max_length=8 * MAX_COPIES)]
+Body = Annotated[bytes, msgspec.Meta(max_length=MAX_BODY_NBYTES)]
 
 
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="HELLO"):
@@ -63,11 +67,21 @@ class End(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="END"):
     number: Count
 
 
+class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="QUESTION"):
+    number: Count
+    body: Body
+
+
+class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ANSWER"):
+    number: Count
+    body: Body
+
+
 class Bye(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="BYE"):
     reason: Text
 
 
-Control = Hello | Ask | Go | No | End | Bye
+Control = Hello | Ask | Go | No | End | Question | Answer | Bye
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Control)

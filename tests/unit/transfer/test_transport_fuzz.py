@@ -1,4 +1,5 @@
-"""I14: whatever comes over an ipc or UCX connection, or in a transport's description, is understood or refused."""
+"""I14: whatever comes over an ipc or UCX connection, as a notification of NIXL, or in a description, is understood or
+refused."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from pdkv.errors import ProtocolError
 from pdkv.transfer.geometry import CacheGeometry
 from pdkv.transfer.messages import EngineRef
 from pdkv_connectors import auto
+from pdkv_connectors.checking import wire as sums
 from pdkv_connectors.ipc import wire as ipc
+from pdkv_connectors.nixl import notes
 from pdkv_connectors.nixl import transport as nixl
 from pdkv_connectors.ucx import transport as ucx
 from pdkv_connectors.ucx import wire as ucx_wire
@@ -47,6 +50,8 @@ UCX: dict[type, st.SearchStrategy[Any]] = {
     ucx_wire.Go: st.builds(ucx_wire.Go, counts),
     ucx_wire.No: st.builds(ucx_wire.No, counts, texts),
     ucx_wire.End: st.builds(ucx_wire.End, counts),
+    ucx_wire.Question: st.builds(ucx_wire.Question, counts, st.binary(max_size=99)),
+    ucx_wire.Answer: st.builds(ucx_wire.Answer, counts, st.binary(max_size=99)),
     ucx_wire.Bye: st.builds(ucx_wire.Bye, texts),
 }
 READERS: dict[str, Callable[[bytes], object]] = {
@@ -56,10 +61,18 @@ READERS: dict[str, Callable[[bytes], object]] = {
     "ipc": ipc.read_address,
     "geometry": CacheGeometry.decode,
     "ucx control": ucx_wire.decode_control,
+    "questions about sums": sums.decode_question,
+    "answers with sums": sums.decode_answer,
+    "notifications": notes.read_note,
 }
 HONEST = [
     msgspec.msgpack.encode(found)
     for found in (
+        sums.Wanted(EngineRef("P", 1), 0, bytes(8)),
+        sums.Compare(EngineRef("D", 1), 0, bytes(4), bytes(24)),
+        sums.Sums(bytes(24)),
+        notes.Question(3, b"body", b"metadata"),
+        notes.Answer(3, b"body"),
         auto._Own("host", {"ipc": b"x"}),
         nixl._Own("agent", b"metadata"),
         ucx._Own("127.0.0.1", 5000, bytes(32)),
