@@ -3,14 +3,17 @@
 A connector is announced through the entry-point group ``pdkv.connectors``; each entry point loads one
 :class:`ConnectorEntry`. Looking a name up imports no engine and no transport: the entry names the engine-side class,
 and the engine imports it. A transport is announced through ``pdkv.transports``; each entry point is a class or function
-without arguments that returns a :class:`pdkv.transfer.transport.Transport`.
+without arguments that returns a :class:`pdkv.transfer.transport.Transport`; one that can compare what arrives with sums
+takes a keyword argument ``verify``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
+from inspect import signature
 from typing import TYPE_CHECKING
 
 from pdkv.errors import ConfigError, ConnectorError, TransportError
@@ -73,13 +76,25 @@ def transport_names() -> tuple[str, ...]:
     return tuple(sorted(point.name for point in entry_points(group=TRANSPORTS)))
 
 
-def find_transport(name: str) -> Callable[[], Transport]:
+def find_transport(name: str, *, verify: bool | None = None) -> Callable[[], Transport]:
     """What makes a transport of this name, or of the form ``module:function``.
 
+    Args:
+        verify: whether what arrives is compared with its owner's sums; None leaves that to the transport.
+
     Raises:
-        ConfigError: no installed distribution announces it.
+        ConfigError: no installed distribution announces it, or it takes no ``verify``.
         TransportError: what it needs is not installed.
     """
+    make = _find_transport(name)
+    if verify is None:
+        return make
+    if "verify" not in signature(make).parameters:
+        raise ConfigError(f"the transport {name!r} cannot be told whether to verify; leave it out, or use another one.")
+    return partial(make, verify=verify)
+
+
+def _find_transport(name: str) -> Callable[..., Transport]:
     if ":" in name:
         return _load_transport(EntryPoint(name, name, TRANSPORTS))
     points = {point.name: point for point in entry_points(group=TRANSPORTS)}
@@ -89,9 +104,9 @@ def find_transport(name: str) -> Callable[[], Transport]:
     return _load_transport(points[name])
 
 
-def _load_transport(point: EntryPoint) -> Callable[[], Transport]:
+def _load_transport(point: EntryPoint) -> Callable[..., Transport]:
     try:
-        make: Callable[[], Transport] = point.load()
+        make: Callable[..., Transport] = point.load()
     except ImportError as error:
         raise TransportError(f"the transport {point.name!r} needs something that is not installed: {error}.") from error
     except AttributeError as error:

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 ORDER = ("ipc", "nixl", "ucx")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-Maker = Callable[[], Transport]
+Maker = Callable[..., Transport]
 
 
 class _Own(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -61,22 +61,22 @@ class Choice:
     reason: str
 
 
-def _ipc() -> Transport:
+def _ipc(**options: Any) -> Transport:
     from pdkv_connectors.ipc.transport import IpcTransport
 
-    return IpcTransport()
+    return IpcTransport(**options)
 
 
-def _nixl() -> Transport:
+def _nixl(**options: Any) -> Transport:
     from pdkv_connectors.nixl.transport import NixlTransport
 
-    return NixlTransport()
+    return NixlTransport(**options)
 
 
-def _ucx() -> Transport:
+def _ucx(**options: Any) -> Transport:
     from pdkv_connectors.ucx.transport import UcxTransport
 
-    return UcxTransport()
+    return UcxTransport(**options)
 
 
 MAKERS: Mapping[str, Maker] = {"ipc": _ipc, "nixl": _nixl, "ucx": _ucx}
@@ -87,6 +87,8 @@ class AutoTransport(Transport):
 
     Args:
         makers: how each transport is made, by name; one that is left out is not used. Tried in the order of `ORDER`.
+        verify: whether what arrives is compared with its owner's sums, by whichever transport; None leaves it to them:
+            ipc does, the others do not.
         writes: whether WRITE is wanted; then only transports that can write are used, which ipc cannot.
         host: names the machine; peers with another name are not on it. By default the kernel's boot id.
     """
@@ -96,13 +98,21 @@ class AutoTransport(Transport):
     converts = True  # ipc does, so that peers on the same host may differ
 
     def __init__(
-        self, makers: Mapping[str, Maker] | None = None, *, writes: bool = False, host: str | None = None
+        self,
+        makers: Mapping[str, Maker] | None = None,
+        *,
+        verify: bool | None = None,
+        writes: bool = False,
+        host: str | None = None,
     ) -> None:
         self.can_write = writes
+        self.verifies = verify is True
         self.counts: Counter[str] = Counter()
         #: Why a transport is not used here, by its name.
         self.unavailable: dict[str, str] = {}
-        self._makers = MAKERS if makers is None else makers
+        options = {} if verify is None else {"verify": verify}
+        chosen = MAKERS if makers is None else makers
+        self._makers = {name: partial(make, **options) for name, make in chosen.items()}
         self._host = _BOOT_ID.read_text().strip() if host is None else host
         self._made: dict[str, Transport] = {}
         self._registered: dict[str, Transport] = {}

@@ -33,6 +33,7 @@ The engine also reads these variables, all optional:
 ``PDKV_KEY_FILE``            connector pdkv: the engine's secret key
 ``PDKV_INSECURE_SIDE_CHANNEL`` connector pdkv: 1 to listen where other machines reach it, without keys
 ``PDKV_TRANSPORT``           connector pdkv: ``auto`` or the name of a transport
+``PDKV_VERIFY``              connector pdkv: 1 to compare what arrives with prefill's sums, whatever moves it; 0: never
 ``PDKV_ADMISSION_REQUESTS``  decode: requests that may wait for KV from prefill
 ``PDKV_ADMISSION_BLOCKS``    decode: blocks that their prompts may have together
 ===========================  ===========================================================================

@@ -237,3 +237,32 @@ def test_decode_that_zeroes_what_it_received_gives_other_tokens(
         alone = [answer["tokens"] for answer in prefill.generate(prompts, MAX_TOKENS)]
         found = run_pd((prefill, decode), prompts)
     assert all(one != other for one, other in zip(alone, found, strict=True))
+
+
+@pytest.mark.parametrize("prefill_verifies", [True, False])
+def test_decode_that_is_to_verify_takes_verified_blocks_and_no_others(
+    tmp_path_factory: pytest.TempPathFactory, prefill_verifies: bool
+) -> None:
+    folder, port = tmp_path_factory.mktemp("verify"), free_port()
+    model = make_random_llama(folder / "model", "tiny")
+    prompts = [[(17 * place + length) % vocabulary("tiny") for place in range(length)] for length in (40, 70)]
+    options = {**GROWABLE, "skip_tokenizer_init": True}
+    verify = {"transport": "nixl", "pdkv_verify": True}
+    on_prefill = verify if prefill_verifies else {"transport": "nixl"}
+    prefill = EngineProcess(
+        model, folder / "prefill.log", **options, **pdkv_connector("kv_producer", port, **on_prefill)
+    )
+    decode = EngineProcess(model, folder / "decode.log", **options, **pdkv_connector("kv_consumer", port, **verify))
+    with prefill, decode:
+        alone = [answer["tokens"] for answer in prefill.generate(prompts, MAX_TOKENS)]
+        found = run_pd((prefill, decode), prompts)
+        hits = counts(decode)["remote_prefill_hits"]
+        (rank,) = decode.ask("facts")["metrics"]["transport"]["ranks"]
+    assert rank["verify"] is True
+    assert not {"checksum_failures", "rewritten"} & rank.keys()
+    if prefill_verifies:
+        assert (found, hits) == (alone, len(prompts))
+        assert rank["bytes"] > 0
+    else:
+        assert found == [[], []]
+        assert "the peer keeps no sums, which this side is to verify" in decode.log.read_text()

@@ -17,6 +17,7 @@ from vllm.v1.request import RequestStatus
 
 import pdkv
 from pdkv.errors import ConfigError
+from pdkv.registry import find_transport
 from pdkv.transfer import Reference
 from pdkv.transfer.base import PostedTransfer
 from pdkv.transfer.inproc import InprocTransport
@@ -419,6 +420,7 @@ def test_a_lease_of_no_one_comes_back_by_itself(pd: PD) -> None:
         ({"pdkv_hold_s": "soon"}, "pdkv_hold_s must be a number"),
         ({"pdkv_holds_s": 3}, "pdkv_holds_s, which this connector does not know"),
         ({"pdkv_insecure": "perhaps"}, "must be 0 or 1"),
+        ({"pdkv_verify": "twice"}, "pdkv_verify must be 0 or 1"),
         ({"pdkv_side_channel": "0.0.0.0:5600"}, "can be reached from other machines"),
     ],
 )
@@ -432,6 +434,23 @@ def test_the_environment_is_read_where_the_config_says_nothing() -> None:
     found = ConnectorSettings.of(config_of("kv_producer", pdkv_side_channel="127.0.0.1:7002"), environment)
     assert found.transport == "nixl"
     assert str(found.side_channel.bind) == "127.0.0.1:7002"
+
+
+@pytest.mark.parametrize(
+    ("extra", "environment", "verify"),
+    [
+        ({}, {}, None),
+        ({"pdkv_verify": True}, {"PDKV_VERIFY": "0"}, True),
+        ({}, {"PDKV_VERIFY": "1"}, True),
+        ({"pdkv_verify": 0}, {}, False),
+    ],
+)
+def test_whether_to_verify_is_left_to_the_transport_unless_somebody_says(
+    extra: dict[str, Any], environment: dict[str, str], verify: bool | None
+) -> None:
+    found = ConnectorSettings.of(config_of("kv_producer", **extra), environment)
+    assert found.verify is verify
+    assert find_transport("nixl", verify=found.verify)().verifies is bool(verify)
 
 
 def test_data_parallel_ranks_listen_on_ports_of_their_own() -> None:

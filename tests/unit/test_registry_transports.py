@@ -28,3 +28,14 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
 def test_a_module_that_cannot_be_imported_is_an_error_that_names_it() -> None:
     with pytest.raises(TransportError, match="needs something that is not installed: No module named 'no_such_module'"):
         find_transport("no_such_module:Transport")
+
+
+@pytest.mark.parametrize("name", ["auto", "ipc", "nixl"])
+def test_transports_that_can_verify_are_told_whether_to(name: str) -> None:
+    assert find_transport(name, verify=True)().verifies
+    assert not find_transport(name, verify=False)().verifies
+
+
+def test_a_transport_that_cannot_verify_is_refused_where_it_is_to() -> None:
+    with pytest.raises(ConfigError, match="'inproc' cannot be told whether to verify"):
+        find_transport("inproc", verify=True)

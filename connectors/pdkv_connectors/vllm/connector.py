@@ -101,7 +101,7 @@ class PdkvConnector(BuiltLate, KVConnectorBase_V1, SupportsHMA):
                 "PDKV_CORRUPT_RECEIVED_KV is set: each KV block that arrives is zeroed. Never serve with it."
             )
         self.connector_worker = SessionWorker(
-            find_transport(settings.transport),
+            find_transport(settings.transport, verify=settings.verify),
             f"{self.engine_id[:200]}/{uuid.uuid4().hex[:12]}/{rank}",
             rank,
             shape=shape_of(config),

@@ -4,6 +4,9 @@
 extra config                environment                      meaning
 ==========================  ===============================  =====================================================
 ``pdkv_transport``          ``PDKV_TRANSPORT``               ``auto`` (default) or the name of a transport
+``pdkv_verify``             ``PDKV_VERIFY``                  1: over every transport what arrives is compared with
+                                                             prefill's sums; 0: over none; both sides alike. Default:
+                                                             over ipc
 ``pdkv_side_channel``       ``PDKV_SIDE_CHANNEL``            where to listen, ``host:port`` (default 127.0.0.1:0)
 ``pdkv_side_channel_peers`` ``PDKV_SIDE_CHANNEL_PEERS``      decode: where prefill engines listen, by commas
 ``pdkv_peers_file``         ``PDKV_PEERS_FILE``              the same with keys, see `pdkv.keys`
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 #: Name, key, environment variable, default.
 _TEXTS = (
     ("transport", "pdkv_transport", "PDKV_TRANSPORT", "auto"),
+    ("verify", "pdkv_verify", "PDKV_VERIFY", ""),
     ("bind", "pdkv_side_channel", "PDKV_SIDE_CHANNEL", "127.0.0.1:0"),
     ("peers", "pdkv_side_channel_peers", "PDKV_SIDE_CHANNEL_PEERS", ""),
     ("peers_file", "pdkv_peers_file", "PDKV_PEERS_FILE", ""),
@@ -60,9 +64,10 @@ _LONGEST_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class ConnectorSettings:
-    """See the module's docstring."""
+    """See the module's docstring. `verify`: None leaves it to the transport."""
 
     transport: str
+    verify: bool | None
     side_channel: SideChannelSettings
     session: SessionSettings
 
@@ -88,7 +93,9 @@ class ConnectorSettings:
         )
         side_channel = _of_rank(side_channel, vllm_config.parallel_config.data_parallel_index)
         side_channel.require_consistent()
-        return cls(_transport(given["transport"]), side_channel, _session(extra, transfer.kv_load_failure_policy))
+        verify = _switch("pdkv_verify", given["verify"]) if given["verify"] else None
+        session = _session(extra, transfer.kv_load_failure_policy)
+        return cls(_transport(given["transport"]), verify, side_channel, session)
 
 
 def _transport(name: str) -> str:
