@@ -1,5 +1,5 @@
-"""The rows of NIXL: neighbours merged beside one descriptor per block and layer, tcp beside one large descriptor,
-the handshake of 80 layers beside stock vLLM's, and what an agent takes while it does nothing."""
+"""The rows of NIXL: neighbours merged beside one descriptor per block and layer, sums verified beside none, tcp beside
+one large descriptor, the handshake of 80 layers beside stock vLLM's, and what an agent takes while it does nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from _transfer_cache import PAGE_NBYTES_OF_TOKEN, build, require_moved
-from _transfer_rows import Row, bandwidth_share, interleaved, reference, within
+from _transfer_rows import Row, bandwidth_share, interleaved, reference, time_ratio, within
 
 from pdkv.kvcache import GrowableKVCache
 from pdkv.testing.child import Child
@@ -37,12 +37,21 @@ class Reader:
     """D: a transport over a cache of its own, connected to a cache of the owner's."""
 
     def __init__(
-        self, owner: Child, driver: str, name: str, stack: ExitStack, *, variables: dict[str, str], **shape: Any
+        self,
+        owner: Child,
+        driver: str,
+        name: str,
+        stack: ExitStack,
+        *,
+        variables: dict[str, str],
+        verify: bool = False,
+        **shape: Any,
     ) -> None:
-        metadata = bytes.fromhex(owner.ask("build", name=name, variables=variables, timeout_s=TIMEOUT_S, **shape))
+        how = {"name": name, "variables": variables, "verify": verify}
+        metadata = bytes.fromhex(owner.ask("build", timeout_s=TIMEOUT_S, **how, **shape))
         self.cache: GrowableKVCache = build(driver, **shape)
         stack.callback(self.cache.close)
-        self.transport = NixlTransport(NixlSettings(probe="never", variables=variables))
+        self.transport = NixlTransport(NixlSettings(probe="never", variables=variables), verify=verify)
         stack.callback(self.transport.close)
         self.transport.register(self.cache, EngineRef(f"reader-{name}", 1))
         self.peer, self.metadata = EngineRef(name, 1), metadata
@@ -117,6 +126,8 @@ def nixl_rows(owner: Child, driver: str, quick: bool, say: Callable[[str], None]
         stack.callback(owner.ask, "close")
         rows = _merging(owner, driver, wanted, repeats, stack)
         say("merging done")
+        rows += _verified(owner, driver, wanted // 2, repeats, stack)
+        say("sums done")
         rows += _over_tcp(owner, driver, wanted, repeats, stack)
         say("tcp done")
         rows += _handshake(owner, driver, repeats, stack)
@@ -161,6 +172,22 @@ def _merging(owner: Child, driver: str, wanted: int, repeats: int, stack: ExitSt
             target=20.0,
         ),
     ]
+
+
+def _verified(owner: Child, driver: str, wanted: int, repeats: int, stack: ExitStack) -> list[Row]:
+    """Beside the same blocks as they come. They were offered, so that their owner only has to look its sums up."""
+    blocks, nbytes = 2 * wanted, wanted * LAYERS * PAGE_NBYTES
+    plain, checked = (
+        Reader(owner, driver, f"sums-{verify}", stack, variables={}, verify=verify, layers=LAYERS, blocks=blocks)
+        for verify in (False, True)
+    )
+    pairs = in_runs(blocks, wanted, seed=3)
+    times = interleaved({"plain": lambda: plain.read(pairs), "checked": lambda: checked.read(pairs)}, repeats)
+    for reader in (plain, checked):
+        require_moved(reader.cache, [pair.source for pair in pairs], [pair.destination for pair in pairs])
+    as_it_comes = reference(f"nixl ({driver}), {wanted} blocks in runs of {RUN}", times["plain"], nbytes)
+    name = f"the same, sums verified ({driver})"
+    return [as_it_comes, time_ratio(name, times["checked"], as_it_comes, None, nbytes)]
 
 
 def _over_tcp(owner: Child, driver: str, wanted: int, repeats: int, stack: ExitStack) -> list[Row]:

@@ -24,12 +24,13 @@ class Owner:
         for transport in self._transports:
             transport.progress()
 
-    def do_build(self, name: str, variables: dict[str, str], **shape: Any) -> str:
-        """Build, fill, register; the metadata to connect with."""
+    def do_build(self, name: str, variables: dict[str, str], verify: bool = False, **shape: Any) -> str:
+        """Build, fill, register, and offer all blocks where sums are kept; the metadata to connect with."""
         cache = build(self._driver, **shape)
         fill(cache)
-        transport = NixlTransport(NixlSettings(probe="never", variables=variables))
+        transport = NixlTransport(NixlSettings(probe="never", variables=variables), verify=verify)
         transport.register(cache, EngineRef(name, 1))
+        transport.offer(range(cache.num_committed_blocks))
         self._transports.append(transport)
         return transport.describe().hex()
 
