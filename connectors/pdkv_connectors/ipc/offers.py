@@ -12,7 +12,7 @@ import numpy as np
 from pdkv.errors import TransportError
 from pdkv_connectors.ipc.board import Board
 from pdkv_connectors.ipc.columns import Ids
-from pdkv_connectors.ipc.sums import PageSums
+from pdkv_connectors.ipc.sums import STEP_NBYTES, PageSums
 
 if TYPE_CHECKING:
     from pdkv.kvcache import GrowableKVCache
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 SUM_TIMEOUT_S = 30.0
 """How long summing for a peer that waits may take."""
-
-STEP_NBYTES = 8 << 20
-"""Bytes that one step of summing on the host takes, a few milliseconds."""
 
 
 class Offers:

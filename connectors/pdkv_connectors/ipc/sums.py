@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from pdkv_connectors.ipc.cuda_mover import CudaMover, CudaWork, SumLeg
     from pdkv_connectors.ipc.plan import PageShape
 
-_STEP_NBYTES = 8 << 20  # summed at once on the host, which takes three times as much for a moment
+STEP_NBYTES = 8 << 20
+"""Summed at once on the host, in a few milliseconds. Blocks that do not follow each other are copied for it."""
 
 
 class PageSums:
@@ -143,12 +144,19 @@ class PageSums:
         shape, num_blocks = place.shape, self._geometry.num_blocks
         if shape not in self._keys:
             self._keys[shape] = page_keys(shape)
-        raw = self._cache.raw_tensor()
-        pages = page_view(raw, shape, num_blocks, place.offset).numpy().view(np.int64)
+        # Indexed by numpy: torch shares an index operation out to threads, which wait for each other on a busy machine.
+        pages = page_view(self._cache.raw_tensor(), shape, num_blocks, place.offset).numpy().view(np.int64)
         table = self._table(place.sum_offset, num_blocks * shape.sums).numpy()
         table = table.reshape(num_blocks, shape.num_heads, shape.granules)
-        step = max(1, _STEP_NBYTES // shape.nbytes)
+        step = max(1, STEP_NBYTES // shape.nbytes)
         for first in range(0, len(blocks), step):
             self._require_open()
-            now = blocks[first : first + step]
+            now = _as_slice(blocks[first : first + step])
             table[now] = hash_granules(pages[now], self._keys[shape])
+
+
+def _as_slice(blocks: Ids) -> slice | Ids:
+    """The same blocks in a form that copies nothing, where they follow each other."""
+    first, last = int(blocks[0]), int(blocks[-1])
+    in_order = last - first == len(blocks) - 1 and bool((np.diff(blocks) == 1).all())
+    return slice(first, last + 1) if in_order else blocks
