@@ -72,8 +72,7 @@ class SumKeeper:
         """
         self._require_blocks(group, blocks)
         self._offers.progress()
-        missing = blocks[~self._offers.board.are_set(blocks)]
-        if len(missing):
+        if len(missing := self._offers.missing(blocks)):
             yield from self._offers.sum_now(group, missing)
         return self._table.of_pages(group, blocks)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pdkv.errors import TransportError
+from pdkv.errors import ProtocolError, TransportError
 from pdkv_connectors.ipc.board import Board
 from pdkv_connectors.ipc.columns import Ids
 from pdkv_connectors.ipc.sums import STEP_NBYTES, PageSums
@@ -91,6 +91,16 @@ class Offers:
                     waiting.append((works, blocks))
             self._pending = waiting
 
+    def missing(self, blocks: Ids) -> Ids:
+        """Those that are not on the board.
+
+        Raises:
+            ProtocolError: there is no such block.
+        """
+        if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < self._geometry.num_blocks:
+            raise ProtocolError(f"blocks were asked for that are not among the {self._geometry.num_blocks} committed.")
+        return blocks[~self.board.are_set(blocks)]
+
     def sum_now(self, group: int, blocks: Ids) -> Iterator[None]:
         """Sum blocks as they are when all work of the device so far has ended; a step for each item. From any thread.
 
@@ -113,13 +123,18 @@ class Offers:
             yield
 
     def make_ready(self, group: int, block_ids: Sequence[int]) -> None:
-        """For a peer that waits: :meth:`sum_now` to its end.
+        """For a peer that waits: :meth:`sum_now` to its end, for blocks that were not offered.
+
+        Those that were keep their sums: what has happened to them since is to show.
 
         Raises:
+            ProtocolError: there is no such group or block.
             TransportError: it takes longer than `SUM_TIMEOUT_S`.
         """
+        if not 0 <= group < len(self._geometry.groups):
+            raise ProtocolError(f"KV-cache group {group} was asked for, but there are {len(self._geometry.groups)}.")
         deadline = time.monotonic() + SUM_TIMEOUT_S
-        for _ in self.sum_now(group, np.asarray(block_ids, np.int32)):
+        for _ in self.sum_now(group, self.missing(np.asarray(block_ids, np.int32))):
             if time.monotonic() > deadline:
                 raise TransportError(f"{len(block_ids)} blocks were not summed within {SUM_TIMEOUT_S:g} s.")
 

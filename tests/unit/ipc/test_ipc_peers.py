@@ -119,6 +119,16 @@ def test_bytes_that_changed_since_they_were_summed_fail_the_request(
     assert d.read(p, [(5, 2)]) == "done"
 
 
+def test_a_block_that_was_offered_keeps_its_sums_when_others_are_asked_for_with_it(pair: tuple[Peer, Peer]) -> None:
+    p, d = pair
+    p.ask("offer", blocks=[5])
+    p.ask("mark_quietly", layer=2, block=5, position=77)
+    number = d.post(p, [(4, 1), (5, 2)])
+    assert d.ask("wait", number=number, within_s=30.0) == "failed"
+    assert d.ask("state")["offers_asked"] == 1
+    assert "block 5" in d.ask("reason", number=number)
+
+
 def test_without_sums_everything_is_taken_as_it_is(tmp_path: Path) -> None:
     with peers(tmp_path, "host", verify=False) as (p, d):
         d.meet(p)
