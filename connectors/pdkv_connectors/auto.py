@@ -22,6 +22,7 @@ import msgspec
 from pdkv.errors import (
     ConnectorError,
     DriverError,
+    GeometryError,
     PdkvError,
     ProtocolError,
     StaleGenerationError,
@@ -31,6 +32,7 @@ from pdkv.errors import (
 from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.first_error import FirstError
 from pdkv.transfer.messages import MAX_METADATA_NBYTES, EngineRef
+from pdkv.transfer.shards import HeadSlice
 from pdkv.transfer.transport import Transfer, TransferState, Transport
 
 if TYPE_CHECKING:
@@ -95,7 +97,6 @@ class AutoTransport(Transport):
 
     name = "auto"
     can_read = True
-    converts = True  # ipc does, so that peers on the same host may differ
 
     def __init__(
         self,
@@ -107,6 +108,8 @@ class AutoTransport(Transport):
     ) -> None:
         self.can_write = writes
         self.verifies = verify is True
+        #: Whether there is one that does, for peers that it reaches; once registered, one that can be used here.
+        self.converts = makers is None or "ipc" in makers
         self.counts: Counter[str] = Counter()
         #: Why a transport is not used here, by its name.
         self.unavailable: dict[str, str] = {}
@@ -146,6 +149,7 @@ class AutoTransport(Transport):
         if not registered:
             raise TransportError(f"no transport can be used here: {_listed(self.unavailable)}.")
         self._registered = registered
+        self.converts = any(transport.converts for transport in registered.values())
         logger.info("Transports of %s: %s. Not used: %s.", engine.engine_id, ", ".join(registered), self.unavailable)
 
     @property
@@ -175,7 +179,9 @@ class AutoTransport(Transport):
 
     # Peers.
 
-    def connect(self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0) -> None:
+    def connect(
+        self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0, heads: HeadSlice | None = None
+    ) -> None:
         self._require_registered()
         theirs = _decode(metadata)
         before = self._choices.get(peer.engine_id)
@@ -184,7 +190,7 @@ class AutoTransport(Transport):
                 f"engine {peer.engine_id!r} is connected in generation {before.peer.generation}; {peer.generation} is "
                 "older, its memory is gone."
             )
-        choice = self._choices[peer.engine_id] = self._connect(peer, theirs, timeout_s)
+        choice = self._choices[peer.engine_id] = self._connect(peer, theirs, timeout_s, heads)
         if before is not None and before.transport != choice.transport:
             leave = partial(self._registered[before.transport].disconnect, peer.engine_id)
             FirstError().attempt(f"leave {peer.engine_id} by {before.transport}", leave)
@@ -196,7 +202,7 @@ class AutoTransport(Transport):
         if choice is not None and choice.transport in self._registered:
             self._registered[choice.transport].disconnect(engine_id)
 
-    def _connect(self, peer: EngineRef, theirs: _Own, timeout_s: float) -> Choice:
+    def _connect(self, peer: EngineRef, theirs: _Own, timeout_s: float, heads: HeadSlice | None) -> Choice:
         """Try what both have, the best first."""
         deadline, failed = time.monotonic() + timeout_s, dict[str, PdkvError]()
         why = {name: self._why_not(name, theirs) for name in ORDER}
@@ -205,7 +211,7 @@ class AutoTransport(Transport):
                 continue
             left_s = max(0.05, deadline - time.monotonic())
             try:
-                self._registered[name].connect(peer, theirs.transports[name], timeout_s=left_s)
+                self._registered[name].connect(peer, theirs.transports[name], timeout_s=left_s, heads=heads)
             except TransportError as error:
                 failed[name], why[name] = error, str(error)
                 self.counts["fallbacks"] += 1
@@ -213,6 +219,10 @@ class AutoTransport(Transport):
             else:
                 better = {other: why[other] for other in ORDER[: ORDER.index(name)]}
                 return Choice(peer, name, _listed(better) or "the peer is on this host")
+        misfits = [name for name, error in failed.items() if isinstance(error, GeometryError)]
+        if misfits and len(failed) > len(misfits):
+            others = {name: reason for name, reason in why.items() if name not in misfits}
+            raise GeometryError(f"{failed[misfits[0]]} What else there is: {_listed(others)}.")
         if failed:
             raise next(iter(failed.values()))
         raise TransportError(f"engine {peer.engine_id!r} has no transport in common with this one: {_listed(why)}.")

@@ -11,7 +11,15 @@ from pdkv.kvcache.extents import Chunk, Extent, find_extent, split_at_extents
 from pdkv.kvcache.layout import KVCacheLayout, parse_layout, resolve_layout
 from pdkv.kvcache.placement import KVCacheTensor, Placement, Segment
 from pdkv.kvcache.report import CommitReport
-from pdkv.kvcache.specs import AttentionSpec, MLASpec, PageSpec, SlidingWindowSpec, Spec, require_block_multiple
+from pdkv.kvcache.specs import (
+    AttentionSpec,
+    Interior,
+    MLASpec,
+    PageSpec,
+    SlidingWindowSpec,
+    Spec,
+    require_block_multiple,
+)
 
 __all__ = [
     "AttentionSpec",
@@ -19,6 +27,7 @@ __all__ = [
     "CommitReport",
     "Extent",
     "GrowableKVCache",
+    "Interior",
     "KVCacheConfig",
     "KVCacheLayout",
     "KVCacheTensor",

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from operator import index as as_integer
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pdkv.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+
+#: How the bytes of one head lie in a page. "tokens": C bytes for each of the N tokens. "columns": K as a matrix
+#: [head size, N], then V as [N, head size]. "heads": nothing is known but that each head's bytes lie together.
+#: "opaque": nothing at all.
+Interior = Literal["tokens", "columns", "heads", "opaque"]
 
 #: Bytes per element, by torch's names. A table of our own, so that planning a cache needs no torch.
 _ITEM_BYTES = {
@@ -90,6 +95,11 @@ class Spec:
             """C in bytes: what one head keeps of one state."""
 
     @property
+    def interior(self) -> Interior:
+        """How the bytes of a head lie in a page."""
+        return "tokens"
+
+    @property
     def dense_page_bytes(self) -> int:
         """Bytes of a page without padding: ``H * N * C``."""
         return self.num_heads * self.num_states * self.content_bytes
@@ -107,7 +117,7 @@ class Spec:
     def _require_whole(self) -> None:
         """Refuse numbers that are not whole, before anything is computed from them: nan is neither large nor small."""
         for what, value in list(vars(self).items()):
-            if what == "dtype" or (value is None and what in _OPTIONAL):
+            if what in ("dtype", "interior") or (value is None and what in _OPTIONAL):
                 continue
             try:
                 object.__setattr__(self, what, as_integer(value))
@@ -146,6 +156,7 @@ class PageSpec(Spec):
     block_size: int
     dtype: str | torch.dtype | None = None
     page_bytes_padded: int | None = None
+    interior: Interior = "tokens"
 
     def __post_init__(self) -> None:
         self._require_whole()

@@ -8,7 +8,7 @@ events and does the actions that they return. :class:`Session` is such a host, o
 from __future__ import annotations
 
 from pdkv.transfer.admission import Admission, Room
-from pdkv.transfer.blocks import BlockPair, BlockRun, pair_by_index
+from pdkv.transfer.blocks import BlockPair, BlockRun, pair_by_index, units_of
 from pdkv.transfer.carrier import MessageCarrier
 from pdkv.transfer.clock import Clock, SystemClock
 from pdkv.transfer.consumer import Consumer
@@ -25,6 +25,7 @@ from pdkv.transfer.producer_books import ProducerSettings
 from pdkv.transfer.quarantine import Quarantine, QuarantineSettings
 from pdkv.transfer.reference import Reference
 from pdkv.transfer.session import Session, SessionSettings
+from pdkv.transfer.shards import HeadSlice, Shards, parts_of
 from pdkv.transfer.transport import Transfer, TransferState, Transport
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "Descriptor",
     "EngineRef",
     "FailCode",
+    "HeadSlice",
     "LeaseSettings",
     "LeaseTable",
     "LocalHost",
@@ -56,6 +58,7 @@ __all__ = [
     "Room",
     "Session",
     "SessionSettings",
+    "Shards",
     "SystemClock",
     "Transfer",
     "TransferKey",
@@ -65,4 +68,6 @@ __all__ = [
     "decode",
     "encode",
     "pair_by_index",
+    "parts_of",
+    "units_of",
 ]

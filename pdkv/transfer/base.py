@@ -21,6 +21,7 @@ from pdkv.transfer.first_error import FirstError
 from pdkv.transfer.fit import model_difference, require_same_bytes
 from pdkv.transfer.geometry import CacheGeometry
 from pdkv.transfer.messages import MAX_METADATA_NBYTES, EngineRef
+from pdkv.transfer.shards import HeadSlice
 from pdkv.transfer.transport import Transfer, TransferState, Transport
 
 if TYPE_CHECKING:
@@ -112,8 +113,10 @@ class TransportBase(Transport, Generic[L]):
         """The transport's own part of the metadata."""
 
     @abstractmethod
-    def _do_connect(self, peer: EngineRef, geometry: CacheGeometry, own: bytes, timeout_s: float) -> L:
-        """What is to be kept of a peer that fits."""
+    def _do_connect(
+        self, peer: EngineRef, geometry: CacheGeometry, own: bytes, timeout_s: float, heads: HeadSlice | None
+    ) -> L:
+        """What is to be kept of a peer that fits. `heads` is None unless the transport converts."""
 
     @abstractmethod
     def _do_disconnect(self, connection: Connection[L]) -> None:
@@ -169,13 +172,19 @@ class TransportBase(Transport, Generic[L]):
             )
         return frame
 
-    def connect(self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0) -> None:
+    def connect(
+        self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0, heads: HeadSlice | None = None
+    ) -> None:
         ours = self._require_registered()[1]
         try:
             geometry, own = self._read_metadata(peer, metadata)
             self._require_fit(ours, geometry)
+            if heads is not None and not self.converts:
+                raise GeometryError(
+                    f"the {self.name} transport moves all heads of a page; use one that converts (ipc)."
+                )
             self._connections.require_not_older(peer)
-            connection = Connection(peer, geometry, self._do_connect(peer, geometry, own, timeout_s))
+            connection = Connection(peer, geometry, self._do_connect(peer, geometry, own, timeout_s, heads))
         except PdkvError:
             self.counts["refused"] += 1
             raise

@@ -8,6 +8,7 @@ block has, and an index that only one side has is an error.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -39,7 +40,11 @@ class BlockRun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class BlockPair(NamedTuple):
-    """One block of a transfer: KV-cache group, source block id, destination block id."""
+    """One block of a transfer: KV-cache group, source block id, destination block id.
+
+    Between caches with blocks of different sizes it is a *unit*, as many tokens as the smaller block has, on both
+    sides: unit ``block * n + i`` is the i-th of the n units of a block.
+    """
 
     group: int
     source: int
@@ -73,6 +78,40 @@ def _pair_group(group: int, source: BlockRun, destination: BlockRun) -> Iterator
         )
     for offset, block_id in enumerate(destination.block_ids):
         yield BlockPair(group, source.block_ids[destination.first - source.first + offset], block_id)
+
+
+def units_of(
+    source: Sequence[BlockRun], destination: Sequence[BlockRun], sizes: tuple[int, int], num_tokens: int
+) -> tuple[Sequence[BlockRun], Sequence[BlockRun]]:
+    """Runs of blocks as runs of units; see :class:`BlockPair`. Units behind the prompt are left out.
+
+    Args:
+        sizes: tokens in a block of the source and of the destination; where they are the same, blocks are the units.
+        num_tokens: of the prompt.
+
+    Raises:
+        ProtocolError: no block size divides the other, or a destination block lies behind the prompt.
+    """
+    if sizes[0] == sizes[1]:
+        return source, destination
+    unit = min(sizes)
+    if unit < 1 or max(sizes) % unit:
+        raise ProtocolError(f"blocks of {sizes[0]} and {sizes[1]} tokens: one size must divide the other.")
+    if any(run.block_ids and (run.end - 1) * sizes[1] >= num_tokens for run in destination):
+        raise ProtocolError(f"a block behind the {num_tokens} tokens of the prompt is wanted; nothing is transferred.")
+    each_source, each_destination = (size // unit for size in sizes)
+    wanted = -(-num_tokens // unit)
+    return (
+        [_in_units(run, each_source, wanted) for run in source],
+        [_in_units(run, each_destination, wanted) for run in destination],
+    )
+
+
+def _in_units(run: BlockRun, units: int, end: int) -> BlockRun:
+    """With `units` to a block, as far as index `end`; no more are made, however many a peer says that a block has."""
+    first = run.first * units
+    ids = (block_id * units + unit for block_id in run.block_ids for unit in range(units))
+    return BlockRun(first, tuple(islice(ids, max(0, end - first))))
 
 
 def block_ids(runs: Sequence[BlockRun]) -> tuple[int, ...]:

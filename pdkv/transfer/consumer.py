@@ -185,8 +185,14 @@ class Consumer(ConsumerLoading):
                 self.counters.count("unexpected_messages")
         self._work_off()
 
-    def read_ended(self, key: TransferKey, ok: bool, *, posted: bool = True) -> None:
-        """A READ has ended: every byte has arrived (`ok`), or it failed, or the transport did not take it."""
+    def read_ended(
+        self, key: TransferKey, ok: bool, *, code: FailCode = FailCode.TRANSFER_FAILED, reason: str = ""
+    ) -> None:
+        """A READ has ended: every byte has arrived (`ok`), or it failed, or the transport did not take it.
+
+        Args:
+            code, reason: of what was not `ok`; POST_FAILED where the transport did not take it.
+        """
         if key not in self._reads:
             self.counters.count("late_read_ends")
             return
@@ -200,8 +206,7 @@ class Consumer(ConsumerLoading):
             request.phase, request.read_ended_at = Phase.CONFIRMING, self._clock.monotonic()
             self._advance(request)
         else:
-            code = FailCode.TRANSFER_FAILED if posted else FailCode.POST_FAILED
-            self._fail(request, code, "the READ failed" if posted else "the transport did not take the READ")
+            self._fail(request, code, reason or "the READ failed")
         self._work_off()
 
     def peer_lost(self, engine_id: str, code: FailCode, reason: str, *, generation: int | None = None) -> None:

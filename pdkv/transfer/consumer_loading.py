@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdkv.errors import ProtocolError
 from pdkv.transfer.actions import Loaded, PostRead
-from pdkv.transfer.blocks import block_ids, pair_by_index, require_committed
+from pdkv.transfer.blocks import block_ids, pair_by_index, require_committed, units_of
 from pdkv.transfer.consumer_books import ConsumerBooks
 from pdkv.transfer.consumer_state import Phase, Request
 from pdkv.transfer.messages import FailCode, Register
@@ -43,8 +43,10 @@ class ConsumerLoading(ConsumerBooks):
 
     def _read(self, request: Request, peer: Peer) -> None:
         try:
-            require_committed(request.reference.blocks, peer.descriptor.num_blocks)
-            pairs = pair_by_index(request.reference.blocks, request.runs)
+            reference, theirs = request.reference, peer.descriptor
+            require_committed(reference.blocks, theirs.num_blocks)
+            sizes = theirs.compatibility.block_size, self.descriptor.compatibility.block_size
+            pairs = pair_by_index(*units_of(reference.blocks, request.runs, sizes, reference.num_tokens))
         except ProtocolError as error:
             self._fail(request, FailCode.BAD_BLOCKS, str(error))
             return

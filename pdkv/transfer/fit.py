@@ -38,8 +38,8 @@ def require_same_bytes(ours: CacheGeometry, theirs: CacheGeometry) -> None:
     """
     if (difference := first_difference(ours, theirs)) is not None:
         raise GeometryError(
-            f"{difference} This transport copies bytes as they are: configure both engines alike, or use a transport "
-            "that converts."
+            f"{difference} This transport copies bytes as they are: give both engines the same block size, layout and "
+            "tensor parallelism, or run them on one machine over ipc, which converts."
         )
 
 
@@ -59,7 +59,15 @@ def paired_runs(ours: CacheGeometry, theirs: CacheGeometry, group: int) -> Itera
 def _page_difference(ours: CacheGeometry, theirs: CacheGeometry) -> str | None:
     for group in range(len(ours.groups)):
         for our, their in paired_runs(ours, theirs, group):
-            for name in ("dtype", "num_heads", "num_states", "block_size", "content_nbytes", "heads_outside"):
+            for name in (
+                "dtype",
+                "num_heads",
+                "num_states",
+                "block_size",
+                "content_nbytes",
+                "heads_outside",
+                "interior",
+            ):
                 wanted, found = getattr(our, name), getattr(their, name)
                 if wanted != found:
                     where = f"{name} of KV-cache group {group} is {found!r} on the peer and {wanted!r} here"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import msgspec
 
 from pdkv.errors import ConfigError, ProtocolError, StateError
+from pdkv.kvcache.specs import Interior
 from pdkv.transfer.blocks import MAX_GROUPS
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class LayerRun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         num_heads, num_states, content_nbytes: the page ``[H, N, C]``, C in bytes.
         block_size: tokens of a block; as many as `num_states` unless one state stands for several tokens.
         dtype: torch's name of the element type; "" for pages of bytes.
+        interior: how a head's bytes lie; only where it is "tokens" are the states where they are said to be.
         segment, segment_step: layer i lies in segment ``segment + i * segment_step``.
     """
 
@@ -63,6 +65,7 @@ class LayerRun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     block_stride: Size
     head_stride: Size
     state_stride: Size
+    interior: Interior = "tokens"
 
     @property
     def page_nbytes(self) -> int:
@@ -272,6 +275,7 @@ def _single_layers(cache: GrowableKVCache) -> dict[str, LayerRun]:
                 block_stride=strides[1],
                 head_stride=strides[2],
                 state_stride=strides[3],
+                interior=spec.interior,
             )
     return found
 

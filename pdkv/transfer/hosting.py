@@ -44,7 +44,7 @@ class TransportHost(Protocol):
     def rebuild(self, *, timeout_s: float) -> None:
         """Destroy the agent, and with it every transfer, and register anew, in a higher generation."""
 
-    def connect(self, peer: EngineRef, metadata: bytes, *, timeout_s: float) -> None: ...
+    def connect(self, peer: EngineRef, descriptor: Descriptor, *, timeout_s: float) -> None: ...
 
     def disconnect(self, engine_id: str) -> None: ...
 
@@ -134,8 +134,8 @@ class LocalHost:
         self.close(timeout_s=timeout_s)
         self.register()
 
-    def connect(self, peer: EngineRef, metadata: bytes, *, timeout_s: float) -> None:
-        self._require().connect(peer, metadata, timeout_s=timeout_s)
+    def connect(self, peer: EngineRef, descriptor: Descriptor, *, timeout_s: float) -> None:
+        self._require().connect(peer, descriptor.metadata, timeout_s=timeout_s)
 
     def disconnect(self, engine_id: str) -> None:
         if self._transport is not None:

@@ -13,6 +13,7 @@ from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.checks import Connection
 from pdkv.transfer.geometry import CacheGeometry
 from pdkv.transfer.messages import EngineRef
+from pdkv.transfer.shards import HeadSlice
 from pdkv.transfer.transport import TransferState
 
 if TYPE_CHECKING:
@@ -59,7 +60,9 @@ class InprocTransport(TransportBase[str]):
     def _do_describe(self) -> bytes:
         return self._key.encode()
 
-    def _do_connect(self, peer: EngineRef, geometry: CacheGeometry, own: bytes, timeout_s: float) -> str:
+    def _do_connect(
+        self, peer: EngineRef, geometry: CacheGeometry, own: bytes, timeout_s: float, heads: HeadSlice | None
+    ) -> str:
         key = own.decode(errors="replace")
         self.find(key)
         return key

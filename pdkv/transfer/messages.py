@@ -33,6 +33,7 @@ import msgspec
 
 from pdkv.errors import ProtocolError
 from pdkv.transfer.blocks import MAX_GROUPS, BlockRun
+from pdkv.transfer.shards import Shards
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_NBYTES = 2 * 2**20  # 65,536 block ids take 5 bytes each at most; agent metadata a few KiB
@@ -84,7 +85,14 @@ class EngineRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class Compatibility(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What must be equal on both sides for bytes of one cache to mean the same in the other."""
+    """What must be equal on both sides for bytes of one cache to mean the same in the other.
+
+    Attributes:
+        layout, block_size, shards: may differ where both sides say that they convert; the model in `shards` may not.
+        block_size: tokens in a block.
+        shards: None: this engine exchanges KV only with one of equal layout, block size and number of ranks.
+        converts: whether the transport can convert one layout, block size and number of heads to another.
+    """
 
     model: Text
     dtype: Text
@@ -92,6 +100,8 @@ class Compatibility(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: Text
     block_size: Count
     connector: Text
+    shards: Shards | None = None
+    converts: bool = False
 
 
 class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

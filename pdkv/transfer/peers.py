@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from pdkv.transfer.actions import AddPeer
 from pdkv.transfer.messages import Compatibility, Descriptor, EngineRef
@@ -105,9 +108,40 @@ class UsedTransfers:
 
 
 def why_incompatible(ours: Compatibility, theirs: Compatibility) -> str | None:
-    """One sentence that names the first difference, or None."""
-    for name in ours.__struct_fields__:
+    """One sentence that names the first difference that keeps the two from exchanging KV, or None."""
+    if (reason := _first_unequal(ours, theirs, ("model", "dtype", "cache_dtype", "connector"))) is not None:
+        return reason
+    our, their = ours.shards, theirs.shards
+    if our is None or their is None:
+        return _first_unequal(ours, theirs, ("layout", "block_size"))
+    if (reason := _first_unequal(our, their, ("num_layers", "num_kv_heads", "head_nbytes", "interior"))) is not None:
+        return reason
+    if not their.are_even:
+        return f"{their.num_kv_heads} KV heads cannot be dealt out to the peer's {their.num_ranks} ranks evenly."
+    if (ours.layout, ours.block_size, our.heads_of_rank) == (theirs.layout, theirs.block_size, their.heads_of_rank):
+        return None
+    both = f"the peer's KV cache is {_in_words(theirs)}, and this engine's is {_in_words(ours)}"
+    if not (ours.converts and theirs.converts):
+        return (
+            f"{both}; the transport copies bytes as they are: give both engines the same block size, layout and tensor "
+            "parallelism, or run them on one machine over ipc, which converts."
+        )
+    if our.interior == "heads" and ours.block_size != theirs.block_size:
+        return f"{both}; how their kernels arrange a block is not known: give both engines the same block size."
+    small, large = sorted((ours.block_size, theirs.block_size))
+    if not small or large % small:
+        return f"{both}; one block size must divide the other: change one of them."
+    return None
+
+
+def _first_unequal(ours: msgspec.Struct, theirs: msgspec.Struct, names: Sequence[str]) -> str | None:
+    for name in names:
         wanted, found = getattr(ours, name), getattr(theirs, name)
         if wanted != found:
             return f"{name} is {found!r} on the peer and {wanted!r} here; both must be the same to exchange KV."
     return None
+
+
+def _in_words(side: Compatibility) -> str:
+    ranks = 1 if side.shards is None else side.shards.num_ranks
+    return f"{side.layout[:120]} with blocks of {side.block_size} tokens on {ranks} rank{'s' * (ranks > 1)}"

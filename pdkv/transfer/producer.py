@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from pdkv.errors import CapacityError, ProtocolError, StateError
 from pdkv.transfer.actions import PostWrite
-from pdkv.transfer.blocks import BlockRun, block_ids, pair_by_index, require_committed
+from pdkv.transfer.blocks import BlockRun, block_ids, pair_by_index, require_committed, units_of
 from pdkv.transfer.clock import earliest
 from pdkv.transfer.messages import (
     Abort,
@@ -189,11 +189,13 @@ class Producer(ProducerBooks):
             case _:
                 self.counters.count("unexpected_messages")
 
-    def write_ended(self, key: TransferKey, ok: bool, *, posted: bool = True) -> None:
+    def write_ended(
+        self, key: TransferKey, ok: bool, *, code: FailCode = FailCode.TRANSFER_FAILED, reason: str = ""
+    ) -> None:
         """A WRITE has ended: every byte is in D's memory (`ok`), or it failed and nothing of it is in flight.
 
         Args:
-            posted: False where the transport did not take it.
+            code, reason: of what was not `ok`; POST_FAILED where the transport did not take it.
         """
         register = self._writes.pop(key, None)
         if register is None:
@@ -206,8 +208,7 @@ class Producer(ProducerBooks):
         elif ok:
             self._send(Done(sender=self.me, receiver=register.sender, key=key))
         else:
-            code = FailCode.TRANSFER_FAILED if posted else FailCode.POST_FAILED
-            self._fail(register, code, "the WRITE failed" if posted else "the transport did not take the WRITE")
+            self._fail(register, code, reason or "the WRITE failed")
         self._actions.extend(self.quarantine.ended(key))
 
     def agent_rebuilt(self, generation: int, descriptor: Descriptor) -> None:
@@ -313,7 +314,8 @@ class Producer(ProducerBooks):
             require_committed(register.runs, peer.descriptor.num_blocks)
             if register.num_tokens != lease.num_tokens:
                 raise ProtocolError(f"the prompt has {register.num_tokens} tokens on D and {lease.num_tokens} on P.")
-            pairs = pair_by_index(lease.blocks, register.runs)
+            sizes = self.descriptor.compatibility.block_size, peer.descriptor.compatibility.block_size
+            pairs = pair_by_index(*units_of(lease.blocks, register.runs, sizes, lease.num_tokens))
         except ProtocolError as error:
             self._fail(register, FailCode.BAD_BLOCKS, str(error))
             return

@@ -162,7 +162,7 @@ class SessionBase:
         if endpoint is not posts or self._rebuilding:
             return
         try:
-            self.host.connect(action.peer, action.descriptor.metadata, timeout_s=self.settings.connect_s)
+            self.host.connect(action.peer, action.descriptor, timeout_s=self.settings.connect_s)
         except PdkvError as error:
             self.counters.count("peers_refused_by_transport")
             logger.error("Engine %s cannot be reached by the transport: %s", action.peer.engine_id, error)
@@ -178,7 +178,8 @@ class SessionBase:
         except PdkvError as error:
             self.counters.count("posts_refused_by_transport")
             logger.warning("A transfer of request %s is not posted: %s", action.key.request_id, error)
-            self._ended(action.key, False, posted=False)
+            code = FailCode.INCOMPATIBLE if isinstance(error, GeometryError) else FailCode.POST_FAILED
+            self._ended(action.key, False, code, f"the transport did not take the transfer: {error}")
             return
         self._running[action.key] = transfer
         self._poll_transfers()
@@ -193,14 +194,14 @@ class SessionBase:
                 continue
             worked = True
             del self._running[key]
-            self._ended(key, state is TransferState.DONE)
+            self._ended(key, state is TransferState.DONE, transfer.code, transfer.reason)
         return worked
 
-    def _ended(self, key: TransferKey, ok: bool, *, posted: bool = True) -> None:
+    def _ended(self, key: TransferKey, ok: bool, code: FailCode, reason: str) -> None:
         if self._is_pull and self._consumer is not None:
-            self._consumer.read_ended(key, ok, posted=posted)
+            self._consumer.read_ended(key, ok, code=code, reason=reason)
         elif self._producer is not None:
-            self._producer.write_ended(key, ok, posted=posted)
+            self._producer.write_ended(key, ok, code=code, reason=reason)
 
     def _rebuild(self, reason: str) -> None:
         if self._rebuilding or self.host.registration is None:

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from pdkv.errors import TransferTimeoutError
 from pdkv.transfer.blocks import BlockPair
-from pdkv.transfer.messages import EngineRef
+from pdkv.transfer.messages import EngineRef, FailCode
+from pdkv.transfer.shards import HeadSlice
 
 if TYPE_CHECKING:
     from pdkv.kvcache import GrowableKVCache
@@ -46,6 +47,8 @@ class Transfer(ABC):
 
     #: What failed, one sentence; empty unless the state is FAILED.
     reason: str = ""
+    #: Which kind of failure it was.
+    code: FailCode = FailCode.TRANSFER_FAILED
 
     @abstractmethod
     def poll(self) -> TransferState:
@@ -136,14 +139,20 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def connect(self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0) -> None:
+    def connect(
+        self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0, heads: HeadSlice | None = None
+    ) -> None:
         """Make `peer` reachable by what its :meth:`describe` returned. One of an older generation is dropped.
 
         Transfers that run with the older one go on to their end.
 
+        Args:
+            heads: which heads of each page move, source being the peer; all of them unless told.
+
         Raises:
             StateError: nothing is registered here.
-            GeometryError: the caches do not fit together; the message names the first difference.
+            GeometryError: the caches do not fit together, or heads are named to a transport that does not convert; the
+                message names the first difference.
             ProtocolError: the metadata is malformed.
             TransportError: it is another transport's, or the peer cannot be reached from here.
             StaleGenerationError: it is of another engine or generation than `peer`, or a newer one is connected.
@@ -160,6 +169,8 @@ class Transport(ABC):
     @abstractmethod
     def read(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
         """Post a READ of the peer's `source` blocks into our `destination` blocks, all layers of each group.
+
+        Where blocks differ in size, pairs name units; see :class:`pdkv.transfer.blocks.BlockPair`.
 
         Raises:
             StateError: nothing is registered here.

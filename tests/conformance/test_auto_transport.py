@@ -10,11 +10,12 @@ import msgspec
 import pytest
 
 import pdkv
-from pdkv.errors import ProtocolError, StateError, TransferTimeoutError, TransportError
+from pdkv.errors import GeometryError, ProtocolError, StateError, TransferTimeoutError, TransportError
 from pdkv.testing import TRANSPORT_CHECKS, TransportBench, run_transport_check
 from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.inproc import InprocTransport
 from pdkv.transfer.messages import EngineRef
+from pdkv.transfer.shards import HeadSlice
 from pdkv.transfer.transport import TransferState, Transport
 from pdkv_connectors.auto import AutoTransport
 
@@ -31,10 +32,10 @@ def named(transport: str, *, writes: bool = True, fails: Exception | None = None
         name = transport
         can_write = writes
 
-        def connect(self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0) -> None:
+        def connect(self, peer: EngineRef, metadata: bytes, **options: Any) -> None:
             if fails is not None:
                 raise fails
-            super().connect(peer, metadata, timeout_s=timeout_s)
+            super().connect(peer, metadata, **options)
 
     return Named
 
@@ -77,8 +78,7 @@ def bench() -> Iterator[TransportBench]:
 
 
 @pytest.mark.parametrize("rule", TRANSPORT_CHECKS)
-def test_auto_keeps_to_the_rule(bench: TransportBench, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AutoTransport, "converts", False)  # without ipc it does not
+def test_auto_keeps_to_the_rule(bench: TransportBench, rule: str) -> None:
     run_transport_check(rule, bench)
 
 
@@ -115,6 +115,43 @@ def test_I13_a_transport_that_should_work_and_does_not_is_counted_and_logged(
     assert chosen == {"transport": "nixl", "reason": f"ipc: {error}"}
     assert decode.describe_state()["fallbacks"] == 1
     assert f"Peer P cannot be reached by ipc: {error}" in caplog.text
+
+
+def test_it_converts_as_long_as_there_is_a_transport_that_does(caches: Caches) -> None:
+    class Converting(InprocTransport):
+        name = "ipc"
+        converts = True
+
+    with_ipc, without = AutoTransport({**ALL, "ipc": Converting}), AutoTransport({"nixl": ALL["nixl"]})
+    assert (with_ipc.converts, without.converts) == (True, False)
+    with_ipc.register(caches[0], P)
+    assert with_ipc.converts
+    gone = AutoTransport({**ALL, "ipc": unusable})
+    gone.register(caches[1], D)
+    assert not gone.converts
+
+
+def test_heads_are_asked_of_the_transport_that_can_take_them_and_else_the_peer_is_refused(caches: Caches) -> None:
+    asked = []
+
+    class Converting(InprocTransport):
+        name = "ipc"
+        converts = True
+
+        def _do_connect(self, *arguments: Any) -> str:
+            asked.append(arguments[-1])
+            return super()._do_connect(*arguments)
+
+    prefill, wanted = AutoTransport({**ALL, "ipc": Converting}), HeadSlice(1, source=1)
+    prefill.register(caches[0], P)
+    decode = AutoTransport({**ALL, "ipc": Converting})
+    decode.register(caches[1], D)
+    decode.connect(P, prefill.describe(), heads=wanted)
+    assert asked == [wanted]
+    elsewhere = AutoTransport({**ALL, "ipc": named("ipc", fails=TransportError("no socket"))})
+    elsewhere.register(caches[1], D)
+    with pytest.raises(GeometryError, match=r"nixl transport moves all heads.*What else there is: ipc: no socket"):
+        elsewhere.connect(P, prefill.describe(), heads=wanted)
 
 
 def test_what_cannot_write_is_not_taken_for_push(caches: Caches) -> None:

@@ -140,11 +140,17 @@ class TakesAnyCache(Wrong):
         return
 
 
+@caught_by("refuses_caches_that_do_not_fit")
+class MovesAllHeadsWhicheverAreWanted(Wrong):
+    def connect(self, peer: EngineRef, metadata: bytes, *, heads: Any = None, **options: Any) -> None:
+        super().connect(peer, metadata, **options)
+
+
 @caught_by("refuses_metadata_that_is_not_its_own")
 class LetsTheDecodersErrorOut(Wrong):
-    def connect(self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0) -> None:
+    def connect(self, peer: EngineRef, metadata: bytes, **options: Any) -> None:
         try:
-            super().connect(peer, metadata, timeout_s=timeout_s)
+            super().connect(peer, metadata, **options)
         except ProtocolError as error:
             raise ValueError(str(error)) from error
 
@@ -222,10 +228,10 @@ class StaysReachable(Wrong):
 
 @caught_by("serves_again_in_a_new_generation")
 class GoesBackToAnOlderGeneration(Wrong):
-    def connect(self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0) -> None:
+    def connect(self, peer: EngineRef, metadata: bytes, **options: Any) -> None:
         known = self._connections.find(peer.engine_id)
         if known is None or known.peer.generation <= peer.generation:
-            super().connect(peer, metadata, timeout_s=timeout_s)
+            super().connect(peer, metadata, **options)
 
 
 @caught_by("serves_again_in_a_new_generation")
@@ -249,9 +255,9 @@ class DisconnectsOnlyWhomItKnows(Wrong):
             raise StateError(f"{engine_id} is not connected")
         super().disconnect(engine_id)
 
-    def connect(self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0) -> None:
+    def connect(self, peer: EngineRef, metadata: bytes, **options: Any) -> None:
         with suppress(StateError):
-            super().connect(peer, metadata, timeout_s=timeout_s)
+            super().connect(peer, metadata, **options)
 
 
 @caught_by("lets_a_running_transfer_end_when_its_peer_is_disconnected")

@@ -42,15 +42,20 @@ def nixl_connector(role: str, mode: str = "Pull", *, stock: bool = False, **more
     return {"kv_transfer_config": config}
 
 
-def pdkv_connector(role: str, side_channel: int, *, transport: str = "auto", **extra: Any) -> dict[str, Any]:
+def pdkv_connector(
+    role: str, side_channel: int, *, transport: str = "auto", own: int | None = None, **extra: Any
+) -> dict[str, Any]:
     """`kv_transfer_config` for `PdkvConnector`.
 
     Args:
         side_channel: the port where prefill listens.
+        own: where an engine of both roles listens itself.
         extra: further ``kv_connector_extra_config``, and ``kv_load_failure_policy``.
     """
     where = f"127.0.0.1:{side_channel}"
     channel = {"pdkv_side_channel": where} if role == "kv_producer" else {"pdkv_side_channel_peers": where}
+    if own is not None:
+        channel["pdkv_side_channel"] = f"127.0.0.1:{own}"
     config = {
         "kv_connector": "PdkvConnector",
         "kv_connector_module_path": "pdkv_connectors.vllm.connector",

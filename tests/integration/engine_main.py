@@ -160,6 +160,10 @@ class Engine:
         else:
             del agent.transfer
 
+    def do_zero_received(self, on: bool) -> Any:
+        """The negative control of `PdkvConnector` on all ranks: while `on`, KV that has arrived is zeroed."""
+        self.core.collective_rpc(_zero_received, args=(on,))
+
     def do_abort(self, request_id: str) -> Any:
         """As when the client of a request is gone."""
         self.llm.llm_engine.abort_request([request_id])
@@ -345,6 +349,13 @@ class Engine:
         if has_kv_transfer_group():
             facts["registered"] = [list(entry) for entry in get_kv_transfer_group().registered_ranges]
         return facts
+
+
+def _zero_received(worker: Any, on: bool) -> None:
+    """In each rank's process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    get_kv_transfer_group().connector_worker._zero = on
 
 
 def _error_of(call: Any) -> str | None:

@@ -1,4 +1,5 @@
-"""Tensor parallelism on the CPU: two ranks, one with less memory, and prefill with another number of ranks."""
+"""Tensor parallelism on the CPU: two ranks, one with less memory, and prefill with another number of ranks or tokens
+in a block."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import GROWABLE, EngineProcess, nixl_connector
+from engine import GROWABLE, EngineProcess, free_port, nixl_connector, pdkv_connector
 from random_llama import make_random_llama, vocabulary
 
 pytestmark = pytest.mark.vllm
@@ -145,3 +146,70 @@ def test_both_ranks_of_an_engine_sleep_and_wake_and_their_peers_meet_them_again(
     assert tokens == [answer["tokens"] for answer in pair[0].generate(prompts, 16)]
     for rank in (0, 1):
         assert workers(folders[1])[rank]["ends"]["decode"]["counters"]["loaded"] == 2 * len(PROMPTS)
+
+
+#: For each engine of `unlike` prompts of lengths around the borders of blocks of 32 and 64 tokens, of which the other's
+#: prefix cache knows nothing. The last two begin alike for 110 tokens.
+UNLIKE: dict[str, list[list[int]]] = {}
+for _first, _name in enumerate(("one", "two")):
+    UNLIKE[_name] = [
+        [_first, *(_random.randrange(10, 500) for _ in range(n))] for n in (0, 31, 32, 63, 64, 95, 129, 299)
+    ]
+    UNLIKE[_name].append([*UNLIKE[_name][-1][:110], *(_random.randrange(10, 500) for _ in range(60))])
+
+
+@pytest.fixture(scope="module")
+def unlike_reference(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
+    """The tokens of `UNLIKE` by a stock vLLM."""
+    with EngineProcess(tiny, tmp_path_factory.mktemp("stock") / "log", **OPTIONS) as stock:
+        return {name: [answer["tokens"] for answer in stock.generate(UNLIKE[name])] for name in UNLIKE}
+
+
+@pytest.fixture(scope="module")
+def unlike(
+    tiny: Path, tmp_path_factory: pytest.TempPathFactory, unlike_reference: object
+) -> Iterator[tuple[dict[str, EngineProcess], dict[str, Path]]]:
+    """By name, with the folder of its status: "one" rank with blocks of 32 tokens, and "two" ranks with blocks of 64.
+
+    Both prefill and decode.
+    """
+    ports, folders = [free_port(), free_port()], {name: tmp_path_factory.mktemp(name) for name in ("one", "two")}
+    kinds: list[dict[str, Any]] = [{"block_size": 32}, {"block_size": 64, **TWO_RANKS}]
+    engines = {
+        name: EngineProcess(
+            tiny,
+            folders[name] / "log",
+            {"PDKV_STATUS_DIR": str(folders[name])},
+            **{**OPTIONS, **GROWABLE, **kind, **pdkv_connector("kv_both", peer, own=own, transport="ipc")},
+        )
+        for name, kind, own, peer in zip(folders, kinds, ports, ports[::-1], strict=True)
+    }
+    with engines["one"], engines["two"]:
+        for engine in engines.values():
+            engine.wait_ready()
+        yield engines, folders
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [("one", "two"), ("two", "one")])
+def test_pdkv_converts_between_numbers_of_ranks_and_tokens_in_a_block(
+    unlike: Any, unlike_reference: dict[str, list[list[int]]], prefill: str, decode: str
+) -> None:
+    engines, folders = unlike
+    pair, prompts, expected = (engines[prefill], engines[decode]), UNLIKE[prefill], unlike_reference[prefill]
+
+    assert run_pd(pair, prompts[:-1])[1] == expected[:-1]
+    before = json.loads((folders[decode] / "scheduler.json").read_text())
+    assert before["remote_prefill_hits"] == len(prompts) - 1
+    # Decode has 96 of these tokens, or 64: whole blocks of its own, not always of prefill's.
+    assert run_pd(pair, prompts[-1:])[1] == expected[-1:]
+    after = json.loads((folders[decode] / "scheduler.json").read_text())
+    cached = 110 // (32 if decode == "one" else 64) * (32 if decode == "one" else 64)
+    assert after["remote_tokens"] - before["remote_tokens"] == len(prompts[-1]) - cached
+    assert after["recomputed_tokens"] == after["failed_loads"] == 0
+
+    engines[decode].ask("zero_received", on=True)
+    unknown = [[7, *prompt[1:]] for prompt in prompts[4:8]]
+    found = run_pd(pair, unknown)[1]
+    engines[decode].ask("zero_received", on=False)
+    alone = [answer["tokens"] for answer in engines[prefill].generate(unknown, 16)]
+    assert all(one != other for one, other in zip(alone, found, strict=True))

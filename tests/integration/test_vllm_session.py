@@ -4,191 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import KVConnectorOutput
+from session_engines import BLOCK, DEADLINE_S, PD, Engine, Request, Stuck, arrive, config_of
 from vllm.v1.request import RequestStatus
 
-import pdkv
 from pdkv.errors import ConfigError
 from pdkv.registry import find_transport
 from pdkv.transfer import Reference
-from pdkv.transfer.base import PostedTransfer
-from pdkv.transfer.inproc import InprocTransport
-from pdkv.transfer.transport import TransferState, Transport
-from pdkv_connectors.vllm.session_orders import StepReports
-from pdkv_connectors.vllm.session_scheduler import KEY, SessionScheduler
+from pdkv_connectors.vllm.session_scheduler import KEY
 from pdkv_connectors.vllm.session_settings import ConnectorSettings
-from pdkv_connectors.vllm.session_worker import SessionWorker
 
 pytestmark = pytest.mark.vllm
-
-BLOCK = 16
-DEADLINE_S = 60.0
-SPEC = pdkv.AttentionSpec(num_kv_heads=2, block_size=BLOCK, head_size=8, dtype="float32")
-
-
-def config_of(role: str, policy: str = "fail", **extra: Any) -> Any:
-    return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(
-            kv_role=role, kv_connector_extra_config=extra, kv_load_failure_policy=policy
-        ),
-        parallel_config=SimpleNamespace(data_parallel_index=0),
-        model_config=SimpleNamespace(model="m", dtype="float32"),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-    )
-
-
-CACHE_CONFIG = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))])
-
-
-@dataclass
-class Request:
-    """As much of vLLM's as the connector looks at."""
-
-    request_id: str
-    num_prompt_tokens: int
-    kv_transfer_params: dict[str, Any]
-    num_preemptions: int = 0
-    status: RequestStatus = RequestStatus.WAITING
-    abort_immediately: bool = False
-
-
-@dataclass
-class Blocks:
-    ids: list[int]
-
-    def get_block_ids(self) -> tuple[list[int], ...]:
-        return (self.ids,)
-
-
-class Stuck(InprocTransport):
-    """Its first transfers never end."""
-
-    endless = 0
-
-    def _do_post(self, *args: Any, **options: Any) -> PostedTransfer:
-        if Stuck.endless > 0:
-            Stuck.endless -= 1
-            return Endless(self, args[0], 0)
-        return super()._do_post(*args, **options)
-
-
-class Endless(PostedTransfer):
-    def _look(self) -> TransferState:
-        return TransferState.RUNNING
-
-
-@dataclass
-class Engine:
-    """A connector's two halves and the steps that vLLM would make."""
-
-    scheduler: SessionScheduler
-    workers: list[SessionWorker]
-    caches: list[pdkv.GrowableKVCache]
-    sent: list[str] = field(default_factory=list)
-    received: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-
-    @classmethod
-    def start(
-        cls,
-        config: Any,
-        *,
-        num_blocks: int = 24,
-        ranks: int = 1,
-        make_transport: Callable[[], Transport] = InprocTransport,
-    ) -> Engine:
-        caches, workers = [], []
-        for rank in range(ranks):
-            layers = pdkv.KVCacheConfig.uniform(
-                ["a", "b"], SPEC, num_blocks=num_blocks, layout=pdkv.KVCacheLayout.LBNHC
-            )
-            cache = pdkv.GrowableKVCache(layers, pdkv.open_driver("host", granule=65536))
-            cache.commit(num_blocks, defragment=True)
-            worker = SessionWorker(make_transport, f"{config.kv_transfer_config.kv_role}/{id(cache)}", rank, shape="s")
-            worker.register(cache)
-            caches.append(cache)
-            workers.append(worker)
-        engine = cls(SessionScheduler(config, "engine", CACHE_CONFIG), workers, caches)
-        engine.publish()
-        return engine
-
-    def publish(self) -> None:
-        self.scheduler.set_registrations({rank: worker.registration for rank, worker in enumerate(self.workers)})
-
-    def step(self) -> None:
-        meta = self.scheduler.build_connector_meta(SchedulerOutput.make_empty())
-        reports: StepReports | None = None
-        for worker in self.workers:
-            worker.work_off(meta.orders)
-            of_rank = worker.collect()
-            reports = of_rank if reports is None else reports.aggregate(of_rank) if of_rank else reports
-        self.sent += meta.sent
-        self.received += meta.received
-        self.failed += meta.failed
-        self.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=reports))
-
-    def close(self) -> None:
-        self.scheduler.shutdown()
-        for worker in self.workers:
-            worker.unregister()
-        for cache in self.caches:
-            cache.close()
-
-
-class PD:
-    """Prefill and decode, stepped in turn."""
-
-    def __init__(self, *, policy: str = "fail", ranks: int = 1, decode: dict[str, Any] | None = None) -> None:
-        self.prefill = Engine.start(config_of("kv_producer"), num_blocks=40, ranks=ranks)
-        channel = self.prefill.scheduler.channel
-        assert channel is not None
-        extra = {"pdkv_side_channel_peers": str(channel.address), **(decode or {})}
-        self.decode = Engine.start(config_of("kv_consumer", policy, **extra), ranks=ranks, make_transport=Stuck)
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < deadline, (self.prefill, self.decode)
-            self.prefill.step()
-            self.decode.step()
-
-    def offer(self, request_id: str, blocks: list[int], num_tokens: int) -> dict[str, Any]:
-        for rank, cache in enumerate(self.prefill.caches):
-            for view in cache.views().values():
-                for block in blocks:
-                    view[block] = torch.rand(view[block].shape) + rank
-        request = Request(
-            request_id, num_tokens, {"do_remote_decode": True}, status=RequestStatus.FINISHED_LENGTH_CAPPED
-        )
-        held, params = self.prefill.scheduler.request_finished(request, (blocks,))
-        assert held
-        assert params is not None
-        return params
-
-    def load(self, request: Request, blocks: list[int], cached_tokens: int = 0) -> None:
-        """What vLLM's scheduler does with a request that has come out of its queue."""
-        decode = self.decode.scheduler
-        count, is_async = decode.get_num_new_matched_tokens(request, cached_tokens)
-        assert is_async == (count > 0)
-        decode.update_state_after_alloc(request, Blocks(blocks), count)
-
-    def contents(self, side: Engine, blocks: list[int], rank: int = 0) -> torch.Tensor:
-        return torch.stack([view[block] for view in side.caches[rank].views().values() for block in blocks])
-
-    def same(self, theirs: list[int], ours: list[int], rank: int = 0) -> bool:
-        return torch.equal(self.contents(self.decode, ours, rank), self.contents(self.prefill, theirs, rank))
-
-    def close(self) -> None:
-        self.decode.close()
-        self.prefill.close()
 
 
 @pytest.fixture
@@ -197,12 +27,6 @@ def pd() -> Iterator[PD]:
     made = PD()
     yield made
     made.close()
-
-
-def arrive(pd: PD, request_id: str, params: dict[str, Any], num_tokens: int) -> Request:
-    request = Request(request_id, num_tokens, params)
-    pd.decode.scheduler.on_new_request(request)
-    return request
 
 
 def test_a_prompt_moves_and_both_schedulers_hear_of_it(pd: PD) -> None:
@@ -370,33 +194,6 @@ def test_an_engine_that_slept_serves_in_a_new_generation(pd: PD, side: str) -> N
     pd.until(lambda: pd.decode.received == ["d", "e"])
     assert not pd.decode.failed
     assert pd.same([2], [5])
-
-
-def test_engines_with_other_blocks_refuse_each_other() -> None:
-    pd = PD()
-    for rank in pd.decode.workers:
-        rank._shape = "another"
-    pd.decode.publish()
-    request = arrive(pd, "d", pd.offer("p", [1], 16), 16)
-    pd.load(request, [3])
-    pd.until(lambda: pd.decode.received == ["d"])
-    assert pd.decode.failed == ["d"]
-    pd.close()
-
-
-def test_unequal_numbers_of_ranks_refuse_each_other() -> None:
-    one, two = PD(), PD(ranks=2)
-    channel = two.prefill.scheduler.channel
-    assert channel is not None
-    decode = Engine.start(config_of("kv_consumer", pdkv_side_channel_peers=str(channel.address)))
-    two.decode.close()
-    two.decode = decode
-    request = arrive(two, "d", two.offer("p", [1], 16), 16)
-    two.load(request, [3])
-    two.until(lambda: two.decode.received == ["d"])
-    assert two.decode.failed == ["d"]
-    one.close()
-    two.close()
 
 
 def test_the_parameters_are_plain_json(pd: PD) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pdkv_connectors.ipc.columns import BlockColumns
-from pdkv_connectors.ipc.plan import HeadSlice
 from pdkv_connectors.ipc.transport import IpcTransport
 
-__all__ = ["BlockColumns", "HeadSlice", "IpcTransport"]
+__all__ = ["BlockColumns", "IpcTransport"]

@@ -92,6 +92,18 @@ def copy_units(
     view[destination_units // per_block, :, destination_units % per_block] = units
 
 
+def column_units(view: torch.Tensor, unit: int, item_nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V in units, over ``[B, H, N, C]`` whose pages hold columns and have heads outside of states.
+
+    K is ``[B, H, units of a block, head size, unit, item]``, V ``[B, H, units of a block, unit, C / 2]``.
+    """
+    blocks, heads, states, content = view.shape
+    halves = view.view(blocks, heads, 2, states * content // 2)
+    head_size = content // 2 // item_nbytes
+    keys = halves[:, :, 0].unflatten(2, (head_size, states // unit, unit, item_nbytes)).transpose(2, 3)
+    return keys, halves[:, :, 1].unflatten(2, (states // unit, unit, content // 2))
+
+
 def unit_view(view: torch.Tensor, unit: int, first_head: int, heads: int) -> torch.Tensor:
     """``[B, heads, units of a block, unit, C]`` over ``[B, H, N, C]``, the heads being a slice."""
     return view.narrow(1, first_head, heads).unflatten(2, (-1, unit))

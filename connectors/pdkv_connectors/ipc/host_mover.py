@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from pdkv_connectors.ipc.convert import copy_units, page_keys, page_view, take_units, unit_view
+from pdkv.kvcache.specs import item_bytes
+from pdkv_connectors.ipc.convert import column_units, copy_units, page_keys, page_view, take_units, unit_view
 from pdkv_connectors.ipc.hashing import WORD_NBYTES, granule_states, hash_words
 from pdkv_connectors.ipc.legs import Leg
 from pdkv_connectors.ipc.plan import PagePlan, PageShape
@@ -82,11 +84,13 @@ class HostLeg:
         What is summed is a copy: what is checked and what is written then are the same bytes.
         """
         plan = self.leg.plan
+        if plan.cuts_columns:
+            return self._convert_columns(layer, source, destination, sums, ids)
         units = ids.reshape(2, -1).astype(np.int64)
         view = self._view(source, plan.source, self.leg.source_offsets[layer], self._num_blocks[0])
         target = self._view(destination, plan.destination, self.leg.destination_offsets[layer], self._num_blocks[1])
         taken = take_units(unit_view(view, plan.unit, plan.heads.source, plan.heads.count), units[0])
-        if sums is not None and (wrong := self._first_wrong(taken[None], units[0], sums, layer)) is not None:
+        if sums is not None and (wrong := self._first_wrong(plan, taken[None], units[0], sums, layer)) is not None:
             return wrong
         copy_units(plan, taken, target, units[1], self._inverses[layer])
         return None
@@ -114,17 +118,44 @@ class HostLeg:
             ),
         )
         taken = pages[:, units[1] // plan.destination_units, units[1] % plan.destination_units]
-        return self._first_wrong(np.ascontiguousarray(taken), units[0], sums, layers[0])
+        return self._first_wrong(plan, np.ascontiguousarray(taken), units[0], sums, layers[0])
+
+    def _convert_columns(
+        self, layer: int, source: RawTensor, destination: RawTensor, sums: RawTensor | None, ids: Ids
+    ) -> int | None:
+        """As :meth:`convert`. Whole pages are copied and checked: the bytes of a unit are spread over its page."""
+        plan, heads = self.leg.plan, self.leg.plan.heads
+        units = ids.reshape(2, -1).astype(np.int64)
+        blocks, places = units[0] // plan.source_units, units[1] // plan.destination_units
+        view = self._view(source, plan.source, self.leg.source_offsets[layer], self._num_blocks[0])
+        pages = view.narrow(1, heads.source, heads.count)[torch.from_numpy(blocks)]
+        if sums is not None:
+            whole = replace(plan, unit=plan.source.num_states)
+            if (wrong := self._first_wrong(whole, pages.numpy()[None], blocks, sums, layer)) is not None:
+                return wrong
+        target = self._view(destination, plan.destination, self.leg.destination_offsets[layer], self._num_blocks[1])
+        target = target.narrow(1, heads.destination, heads.count)
+        item = item_bytes(str(plan.source.dtype))
+        taken, put = (column_units(side, plan.unit, item) for side in (pages, target))
+        for from_, to in zip(taken, put, strict=True):
+            to[places, :, units[1] % plan.destination_units] = from_[
+                torch.arange(len(pages)), :, units[0] % plan.source_units
+            ]
+        return None
 
     def _view(self, raw: RawTensor, shape: PageShape, offset: int, num_blocks: int) -> torch.Tensor:
         nbytes = (num_blocks - 1) * shape.block_stride + shape.nbytes
         return page_view(raw(offset, nbytes), shape, num_blocks)
 
     def _first_wrong(
-        self, taken: npt.NDArray[np.int8], source_units: npt.NDArray[np.int64], sums: RawTensor, first: int
+        self,
+        plan: PagePlan,
+        taken: npt.NDArray[np.int8],
+        source_units: npt.NDArray[np.int64],
+        sums: RawTensor,
+        first: int,
     ) -> int | None:
-        """`taken`: int8 ``[layers, units, heads, unit, C]``, of the layers from `first` on."""
-        plan = self.leg.plan
+        """`taken`: int8 ``[layers, units, heads, unit, C]``, of the plan's unit, of the layers from `first` on."""
         heads, size, (layers, count) = plan.heads, granule_states(plan.source.num_states), taken.shape[:2]
         nbytes = layers * self._num_blocks[0] * plan.source.sums * WORD_NBYTES
         table = sums(self.leg.sum_offsets[first], nbytes).numpy().view(np.int64)
@@ -132,17 +163,17 @@ class HostLeg:
         expected = table[:, source_units // plan.source_units, source_units % plan.source_units]
         expected = expected[:, :, heads.source : heads.source + heads.count].reshape(layers * count, -1)
         words = taken.view(np.int64).reshape(layers * count, heads.count, plan.unit // size, -1)
-        keys = self._all_keys()
+        keys = self._all_keys(plan)
         # Where each block is one unit, all units have the same keys.
         keys = keys[0] if len(keys) == 1 else np.tile(keys[source_units % plan.source_units], (layers, 1, 1, 1))
         found = hash_words(words, keys.reshape(*keys.shape[:-3], heads.count, plan.unit // size, -1, 2))
         wrong = np.flatnonzero((found.reshape(expected.shape) != expected).any(1))
         return int(wrong[0]) % count if len(wrong) else None
 
-    def _all_keys(self) -> npt.NDArray[np.uint32]:
+    def _all_keys(self, plan: PagePlan) -> npt.NDArray[np.uint32]:
         """uint32 ``[units of a block, heads, unit * C, 2]``: the keys of the words of the slice."""
         if self._keys is None:
-            self._keys = unit_keys(self.leg.plan)
+            self._keys = unit_keys(plan)
         return self._keys
 
 

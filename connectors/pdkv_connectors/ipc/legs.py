@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pdkv.errors import GeometryError
 from pdkv.transfer.fit import model_difference
 from pdkv.transfer.geometry import CacheGeometry, LayerRun
+from pdkv.transfer.shards import HeadSlice
 from pdkv_connectors.ipc.hashing import WORD_NBYTES, granule_states
-from pdkv_connectors.ipc.plan import HeadSlice, PagePlan, PageShape, plan_pages
+from pdkv_connectors.ipc.plan import PagePlan, PageShape, plan_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ def shape_of(run: LayerRun) -> PageShape:
         run.state_stride,
         run.block_stride,
         run.dtype or None,
+        run.interior,
     )
 
 

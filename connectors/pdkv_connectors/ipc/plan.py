@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from math import gcd
 
 from pdkv.errors import GeometryError
+from pdkv.kvcache.specs import Interior, item_bytes
+from pdkv.transfer.shards import HeadSlice
 from pdkv_connectors.ipc.hashing import WORD_NBYTES, granule_states
 
 _FP8 = "float8_e4m3fn"
@@ -27,6 +29,7 @@ class PageShape:
         head_stride, state_stride: within a page, which is dense.
         block_stride: from one block's page to the next block's.
         dtype: element type as torch calls it; None for bytes.
+        interior: how a head's bytes lie; see :data:`pdkv.kvcache.Interior`.
     """
 
     num_heads: int
@@ -36,6 +39,7 @@ class PageShape:
     state_stride: int
     block_stride: int
     dtype: str | None = None
+    interior: Interior = "tokens"
 
     @property
     def nbytes(self) -> int:
@@ -56,15 +60,6 @@ class PageShape:
     def sums(self) -> int:
         """Sums of one page: ``[H, N / G]``."""
         return self.num_heads * self.granules
-
-
-@dataclass(frozen=True, slots=True)
-class HeadSlice:
-    """Which heads of each side are copied: `count` from the given first ones."""
-
-    count: int
-    source: int = 0
-    destination: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +100,16 @@ class PagePlan:
         return self.unit_words * WORD_NBYTES
 
     @property
+    def cuts_columns(self) -> bool:
+        """Whether units are parts of pages in which K lies by column: then their bytes are no runs."""
+        return self.source.interior == "columns" and self.source.num_states != self.destination.num_states
+
+    @property
+    def takes_all_heads(self) -> bool:
+        """Whether no head of either side is left out."""
+        return self.source.num_heads == self.heads.count == self.destination.num_heads
+
+    @property
     def is_run_in_source_order(self) -> bool:
         """Whether the destination takes a unit as one run, its words in the order that they have in the source."""
         single = self.heads.count == 1 or self.unit == 1
@@ -129,8 +134,9 @@ class PagePlan:
 
     @property
     def can_verify(self) -> bool:
-        """Whether the source's granules divide a unit, so that a unit can be checked by itself."""
-        return self.unit % granule_states(self.source.num_states) == 0
+        """Whether the source's granules divide a unit, so that a unit can be checked by itself; of pages of columns
+        the whole is checked."""
+        return self.cuts_columns or self.unit % granule_states(self.source.num_states) == 0
 
     def alignment(self, *addresses: int) -> int:
         """The widest access in bytes, at most 16, to which everything is aligned, the addresses of pages included."""
@@ -165,7 +171,34 @@ def plan_pages(
         dense = side.num_heads == 1 or side.num_states == 1 or (inner, outer) == (side.content_bytes, inner * count)
         if not dense:
             raise GeometryError(f"pages of the {name} are not dense; choose a layout whose pages are runs of memory")
+    _check_interiors(source, destination, heads, quantize)
     return PagePlan(source, destination, heads, small, quantize)
+
+
+def _check_interiors(source: PageShape, destination: PageShape, heads: HeadSlice, quantize: bool) -> None:
+    """Refuse to take apart what is not laid out as the shape says."""
+    interior = source.interior
+    if interior != destination.interior:
+        raise GeometryError(
+            f"pages hold their heads by {interior} in the source, by {destination.interior} in the other"
+        )
+    if interior == "tokens":
+        return
+    if quantize or not (source.is_heads_outside and destination.is_heads_outside):
+        raise GeometryError(f"pages that hold their heads by {interior} are converted neither in dtype nor in order")
+    if interior == "opaque" and not source.num_heads == heads.count == destination.num_heads:
+        raise GeometryError("what is in a page is not known, so that no heads can be taken out of it; use equal ranks")
+    if (
+        interior == "columns"
+        and source.dtype is not None
+        and source.content_bytes % (2 * item_bytes(source.dtype)) == 0
+    ):
+        return
+    if source.num_states != destination.num_states:
+        raise GeometryError(
+            f"blocks of {source.num_states} and {destination.num_states} states, which hold heads by {interior}; use "
+            "blocks of one size"
+        )
 
 
 def _check_heads(source: PageShape, destination: PageShape, heads: HeadSlice) -> None:

@@ -171,7 +171,8 @@ class HostRoute(Route):
         self._cache = cache
         self._driver = driver
         self._verify = between.verify
-        self._as_is = first_difference(self.source, self.destination) is None
+        alike = first_difference(self.source, self.destination) is None
+        self._as_is = alike and all(leg.plan.takes_all_heads for group in self.legs for leg in group)
         counts = (self.source.num_blocks, self.destination.num_blocks)
         self._ready = [[HostLeg(leg, counts, inverses_of(leg, between.scales)) for leg in group] for group in self.legs]
 

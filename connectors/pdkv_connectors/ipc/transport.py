@@ -26,6 +26,7 @@ from pdkv.transfer.counters import Counters
 from pdkv.transfer.first_error import FirstError
 from pdkv.transfer.geometry import CacheGeometry
 from pdkv.transfer.messages import EngineRef
+from pdkv.transfer.shards import HeadSlice
 from pdkv_connectors.ipc import wire
 from pdkv_connectors.ipc.believed import require_backed
 from pdkv_connectors.ipc.columns import BlockColumns, Ids, are_within, columns_of
@@ -34,7 +35,6 @@ from pdkv_connectors.ipc.link import open_link
 from pdkv_connectors.ipc.loop import Loop
 from pdkv_connectors.ipc.offers import Offers, require_agreed
 from pdkv_connectors.ipc.owner import GrantedMemory, Owner
-from pdkv_connectors.ipc.plan import HeadSlice
 from pdkv_connectors.ipc.route import Between, CudaRoute, HostRoute, Route
 from pdkv_connectors.ipc.transfers import IpcTransfer
 
@@ -57,15 +57,11 @@ _PAGE_NBYTES = 4096
 class IpcTransport(TransportBase[Route]):
     """See the module's docstring. It reads only: whoever wants blocks fetches them.
 
-    Where the two sides have blocks of different sizes, a pair names *units* of the smaller size on the side of the
-    larger: unit ``block * n + i`` is the i-th of the n units of a block.
-
     Args:
         verify: check every page against the owner's sums before its transfer counts as done; and keep sums of the own
             cache for others to check. A peer that keeps none is refused then.
         is_decoding: whether decode steps run now, which a copy then leaves most of the device to.
         programs: how many programs such a copy has.
-        heads: which heads are wanted of a peer, where it has another number of them.
         fp8_scales: (scale of K, scale of V) of each layer of this cache. Where they are given, and this cache is fp8, a
             peer's bf16 becomes fp8 on the way: ``value / scale``, saturated at 448, NaN as 0x7f.
         drop_timeout_s: how long peers have to let go of memory that is taken back.
@@ -81,7 +77,6 @@ class IpcTransport(TransportBase[Route]):
         verify: bool = True,
         is_decoding: Callable[[], bool] = lambda: False,
         programs: int = THROTTLED_PROGRAMS,
-        heads: Callable[[EngineRef], HeadSlice | None] = lambda peer: None,
         fp8_scales: Sequence[tuple[float, float]] | None = None,
         drop_timeout_s: float = DROP_TIMEOUT_S,
     ) -> None:
@@ -89,7 +84,6 @@ class IpcTransport(TransportBase[Route]):
         self.verify = verify
         self._is_decoding = is_decoding
         self._programs = programs
-        self._heads = heads
         self._fp8_scales = fp8_scales
         self._drop_timeout_s = drop_timeout_s
         self._loop: Loop | None = None
@@ -191,7 +185,9 @@ class IpcTransport(TransportBase[Route]):
             raise TransportError("the ipc transport does not listen; register() first.")
         return wire.write_address(self._owner.address)
 
-    def _do_connect(self, peer: EngineRef, geometry: CacheGeometry, own: bytes, timeout_s: float) -> Route:
+    def _do_connect(
+        self, peer: EngineRef, geometry: CacheGeometry, own: bytes, timeout_s: float, heads: HeadSlice | None
+    ) -> Route:
         me, ours = self._require_registered()
         cache = self.cache
         if cache is None or self._loop is None or self._pages is None:
@@ -203,7 +199,11 @@ class IpcTransport(TransportBase[Route]):
         address = wire.read_address(own)
         require_agreed(self.verify, address.verifies)
         scales = self._fp8_scales
-        legs = legs_between(geometry, ours, self._heads(peer), quantize=self._quantizes(geometry, ours))
+        legs = legs_between(geometry, ours, heads, quantize=self._quantizes(geometry, ours))
+        if self._movers and any(leg.plan.cuts_columns for group in legs for leg in group):
+            raise GeometryError(
+                "pages that hold K by column become blocks of another size on the host only; use equal ones"
+            )
         if self.verify:
             require_verifiable(legs)
         driver = self._pages if ours.driver == "host" else cache.driver

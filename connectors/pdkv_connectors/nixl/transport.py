@@ -25,6 +25,7 @@ from pdkv.transfer.checks import Connection
 from pdkv.transfer.geometry import CacheGeometry
 from pdkv.transfer.messages import EngineRef, Name
 from pdkv.transfer.runs import copies_for
+from pdkv.transfer.shards import HeadSlice
 from pdkv_connectors.checking.keeper import SumKeeper, refused_write
 from pdkv_connectors.checking.transfer import CheckedTransfer, moving
 from pdkv_connectors.ipc.offers import require_agreed
@@ -196,7 +197,9 @@ class NixlTransport(TransportBase[Link]):
         with translated("describe its agent"):
             return msgspec.msgpack.encode(_Own(self.agent.name, self.agent.get_agent_metadata(), self.verifies))
 
-    def _do_connect(self, peer: EngineRef, geometry: CacheGeometry, own: bytes, timeout_s: float) -> Link:
+    def _do_connect(
+        self, peer: EngineRef, geometry: CacheGeometry, own: bytes, timeout_s: float, heads: HeadSlice | None
+    ) -> Link:
         if geometry.driver not in MEMORY:
             raise TransportError(f"NIXL cannot reach memory of the peer's driver {geometry.driver!r}; use another one.")
         found = read_own(own)

@@ -29,6 +29,7 @@ from pdkv.transfer.checks import Connection
 from pdkv.transfer.geometry import CacheGeometry
 from pdkv.transfer.messages import Digest, EngineRef
 from pdkv.transfer.runs import copies_for
+from pdkv.transfer.shards import HeadSlice
 from pdkv.transfer.transport import TransferState
 from pdkv_connectors.checking.keeper import SumKeeper, refused_write
 from pdkv_connectors.checking.transfer import CheckedTransfer, moving
@@ -169,7 +170,9 @@ class UcxTransport(TransportBase[AskingLink]):
             raise TransportError("the UCX listener is gone; register() again.")
         return msgspec.msgpack.encode(_Own(self.settings.host, self._port, self._server.token, self.verifies))
 
-    def _do_connect(self, peer: EngineRef, geometry: CacheGeometry, own: bytes, timeout_s: float) -> AskingLink:
+    def _do_connect(
+        self, peer: EngineRef, geometry: CacheGeometry, own: bytes, timeout_s: float, heads: HeadSlice | None
+    ) -> AskingLink:
         found = read_own(own)
         require_agreed(self.verifies, found.verifies)
         return self._loop.run(self._open(found), timeout_s)

@@ -77,6 +77,11 @@ ENGINE_SEAMS = (
     Seam("rebind", "vllm.v1.worker.utils", "map_kv_caches_to_kernel_blocks", ("kv_caches", "attn_groups")),
 )  # fmt: skip
 
+CPU_SEAMS = (
+    Seam("interior of pages", "vllm.v1.attention.backends.cpu_attn", "_get_attn_isa",
+         ("dtype", "block_size", "head_size")),
+)  # fmt: skip
+
 CONNECTOR_SEAMS = (
     Seam("session", f"{_BASE}.base", "KVConnectorBase_V1", ("vllm_config", "role", "kv_cache_config")),
     Seam("session", f"{_BASE}.base", "KVConnectorBase_V1.get_transfer_results", ("finished_req_ids",)),
@@ -155,7 +160,8 @@ def check(platform: str, *, with_connector: bool) -> None:
 
     check_version(vllm.__version__, platform)
     check_no_growth_of_its_own()
-    for seam in ENGINE_SEAMS + (CONNECTOR_SEAMS if with_connector else ()):
+    of_platform = CPU_SEAMS if platform == "cpu" else ()
+    for seam in ENGINE_SEAMS + of_platform + (CONNECTOR_SEAMS if with_connector else ()):
         check_seam(seam, vllm.__version__)
     if not patches.installed():
         raise SeamError(

@@ -94,7 +94,7 @@ class PdkvConnector(BuiltLate, KVConnectorBase_V1, SupportsHMA):
         if self.connector_worker is not None:
             raise SeamError("the KV connector is built already; build() is called once, when the cache has grown.")
         settings = ConnectorSettings.of(self._vllm_config)
-        rank = get_tensor_model_parallel_rank()
+        rank, model = get_tensor_model_parallel_rank(), self._vllm_config.model_config
         zero_received = EngineSettings.from_environment().corrupt_received_kv
         if zero_received:
             logger.warning(
@@ -105,6 +105,8 @@ class PdkvConnector(BuiltLate, KVConnectorBase_V1, SupportsHMA):
             f"{self.engine_id[:200]}/{uuid.uuid4().hex[:12]}/{rank}",
             rank,
             shape=shape_of(config),
+            num_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
+            num_ranks=self._vllm_config.parallel_config.tensor_parallel_size,
             zero_received=zero_received,
         )
 

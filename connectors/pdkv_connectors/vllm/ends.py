@@ -203,11 +203,11 @@ class WorkerEnds(AgentComesAndGoes):
         for ended in self._transfers.poll():
             self._ended(ended.key, ended.ok)
 
-    def _ended(self, key: Any, ok: bool, *, posted: bool = True) -> None:
+    def _ended(self, key: Any, ok: bool, code: FailCode = FailCode.TRANSFER_FAILED, reason: str = "") -> None:
         if self._mode == "pull" and self._decode is not None:
-            self._decode.endpoint.read_ended(key, ok, posted=posted)
+            self._decode.endpoint.read_ended(key, ok, code=code, reason=reason)
         elif self._prefill is not None:
-            self._prefill.endpoint.write_ended(key, ok, posted=posted)
+            self._prefill.endpoint.write_ended(key, ok, code=code, reason=reason)
 
     def _act(self) -> None:
         """Do all that is wanted; doing it may make more."""
@@ -257,7 +257,7 @@ class WorkerEnds(AgentComesAndGoes):
         except PdkvError as error:
             endpoint.counters.count("posts_refused_by_transport")
             logger.error("pdkv: %s", error)
-            self._ended(action.key, False, posted=False)
+            self._ended(action.key, False, FailCode.POST_FAILED, str(error))
 
     # What operators see.
 

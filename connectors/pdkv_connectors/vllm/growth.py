@@ -38,6 +38,7 @@ from pdkv.kvcache.sizing import (
 from pdkv_connectors.vllm import compat, rebind, report, warmup
 from pdkv_connectors.vllm.backing import ServeFromReservation
 from pdkv_connectors.vllm.capacity import CapacityWorker
+from pdkv_connectors.vllm.page_interior import interior_of
 from pdkv_connectors.vllm.placement import to_pdkv, with_placements
 from pdkv_connectors.vllm.settings import EngineSettings
 from pdkv_connectors.vllm.sleep import SleepingWorker
@@ -146,7 +147,7 @@ class GrowableWorker(CapacityWorker, SleepingWorker):
             return
         started = time.monotonic()
         driver = self.open_driver()
-        self.cache = GrowableKVCache(to_pdkv(kv_cache_config), driver)
+        self.cache = GrowableKVCache(to_pdkv(kv_cache_config, interior_of(self.vllm_config, kv_cache_config)), driver)
         self.cache.commit(self._blocks_for_warmup(self.cache, kv_cache_config))
         self.warmup_blocks = self.cache.num_committed_blocks
         self._backing = ServeFromReservation(self.cache)

@@ -65,8 +65,11 @@ def _plan(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> KVCacheConf
     return builder.get_kv_cache_config_from_groups(vllm_config, groups, num_blocks=_TRIAL_BLOCKS)
 
 
-def to_pdkv(config: KVCacheConfig) -> kvcache.KVCacheConfig:
+def to_pdkv(config: KVCacheConfig, interior: kvcache.Interior = "opaque") -> kvcache.KVCacheConfig:
     """pdkv's form of a config that the engine core has resolved.
+
+    Args:
+        interior: of its pages; see `page_interior.py`.
 
     Raises:
         ConnectorError: the model has a layer whose cache is not attention pages, or layers of several kinds.
@@ -92,12 +95,12 @@ def to_pdkv(config: KVCacheConfig) -> kvcache.KVCacheConfig:
             )
             for tensor in config.kv_cache_tensors
         ),
-        specs={name: _page_spec(name, specs[name]) for name in placed},
+        specs={name: _page_spec(name, specs[name], interior) for name in placed},
         layout=layout,
     )
 
 
-def _page_spec(layer: str, spec: KVCacheSpec) -> kvcache.PageSpec:
+def _page_spec(layer: str, spec: KVCacheSpec, interior: kvcache.Interior) -> kvcache.PageSpec:
     if not isinstance(spec, AttentionSpec):
         raise ConnectorError(f"layer {layer!r} has a KV cache of kind {type(spec).__name__}, which cannot grow yet.")
     return kvcache.PageSpec(
@@ -107,6 +110,7 @@ def _page_spec(layer: str, spec: KVCacheSpec) -> kvcache.PageSpec:
         block_size=spec.block_size,
         dtype=str(spec.dtype).removeprefix("torch."),
         page_bytes_padded=spec.page_size_padded,
+        interior=interior,
     )
 
 

@@ -1,7 +1,8 @@
 """The transport of a session whose caches are in vLLM's workers: it turns calls into orders, and reports into ends.
 
-To peers an engine is one, whatever the number of its ranks: rank i exchanges blocks with rank i of the other side, all
-ranks the same blocks, and a transfer has ended when it has on every rank.
+To peers an engine is one, whatever the number of its ranks: each rank exchanges the same blocks with those ranks of the
+other side that have its heads (:func:`pdkv.transfer.shards.parts_of`), and a transfer has ended when it has on every
+rank. So one word of D ends P's lease, and it comes when no rank reads any more.
 """
 
 from __future__ import annotations
@@ -9,23 +10,26 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
 from vllm.logger import init_logger
 
-from pdkv.errors import ConnectorError, GeometryError, ProtocolError, StaleGenerationError
+from pdkv.errors import ConnectorError, GeometryError, ProtocolError, StaleGenerationError, StateError
 from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.hosting import Registration
 from pdkv.transfer.messages import Compatibility, Descriptor, EngineRef
+from pdkv.transfer.shards import Shards, parts_of
 from pdkv.transfer.transport import Transfer, TransferState
 from pdkv_connectors.vllm.session_orders import (
     Connect,
     Disconnect,
+    Failure,
     Offer,
     Order,
     Post,
+    Rank,
     RankRegistration,
     Rebuild,
     StepReports,
@@ -51,8 +55,12 @@ _decoder = msgspec.msgpack.Decoder(_Ranks)
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
+    """`ranks`: for each rank here; `units` as in :class:`Post`; `is_alike`: rank i has what rank i has there."""
+
     ref: EngineRef
-    ranks: tuple[EngineRef, ...]
+    ranks: tuple[tuple[EngineRef, ...], ...]
+    units: int
+    is_alike: bool
 
 
 class WorkersTransfer(Transfer):
@@ -68,9 +76,10 @@ class WorkersTransfer(Transfer):
     def abandon(self) -> bool:
         return self._state is not TransferState.RUNNING
 
-    def rank_ended(self, failure: str) -> None:
-        """One more rank has ended it; `failure` is empty where it worked."""
-        self.reason = self.reason or failure
+    def rank_ended(self, failure: Failure | None) -> None:
+        """One more rank has ended it."""
+        if failure is not None and not self.reason:
+            self.reason, self.code = failure.reason, failure.code
         self._missing -= 1
         if self._missing == 0:
             self._state = TransferState.FAILED if self.reason else TransferState.DONE
@@ -111,15 +120,16 @@ class WorkersHost:
             ConnectorError: the ranks' caches differ, so that one set of block ids does not fit all.
         """
         with self._lock:
-            if len({(rank.num_blocks, rank.shape) for rank in ranks.values()}) != 1:
+            if len({(rank.num_blocks, rank.shape, rank.shards) for rank in ranks.values()}) != 1:
                 raise ConnectorError(
                     f"the ranks have {sorted({rank.num_blocks for rank in ranks.values()})} blocks and caches of "
                     f"{len({rank.shape for rank in ranks.values()})} shapes; they must be alike to transfer KV."
                 )
             in_order = [ranks[rank] for rank in sorted(ranks)]
+            first = replace(in_order[0], converts=all(rank.converts for rank in in_order))
             metadata = _encoder.encode([RankMetadata(rank.engine, rank.metadata) for rank in in_order])
             descriptor = Descriptor(
-                compatibility=self._compatibility(in_order[0]), num_blocks=in_order[0].num_blocks, metadata=metadata
+                compatibility=self._compatibility(first), num_blocks=in_order[0].num_blocks, metadata=metadata
             )
             self._last = EngineRef(self._last.engine_id, self._last.generation + 1)
             self._ranks, self._rebuilding = dict(ranks), None
@@ -147,8 +157,8 @@ class WorkersHost:
                 if transfer is None:
                     continue  # of an agent that has been rebuilt since
                 for rank, failure in of_ranks.items():
-                    if failure:
-                        logger.warning("pdkv: rank %d: %s", rank, failure)
+                    if failure is not None:
+                        logger.warning("pdkv: rank %d: %s", rank, failure.reason)
                     transfer.rank_ended(failure)
                 if transfer.poll() is not TransferState.RUNNING:
                     del self._running[number]
@@ -179,25 +189,29 @@ class WorkersHost:
             self._end_all("the agent was rebuilt")
             self.counts["rebuilds"] += 1
 
-    def connect(self, peer: EngineRef, metadata: bytes, *, timeout_s: float) -> None:
+    def connect(self, peer: EngineRef, descriptor: Descriptor, *, timeout_s: float) -> None:
         """The workers connect when they need to; where they cannot, the transfer fails."""
         try:
-            ranks = _decoder.decode(metadata)
+            ranks = _decoder.decode(descriptor.metadata)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"the metadata of a peer's ranks is not valid: {error}") from error
         with self._lock:
-            if len(ranks) != len(self._ranks):
-                raise GeometryError(
-                    f"the peer has {len(ranks)} ranks and this engine {len(self._ranks)}; run both with the same "
-                    "tensor parallelism."
-                )
-            self._peers[peer.engine_id] = _Peer(peer, tuple(rank.engine for rank in ranks))
-            self._order(Connect(tuple((rank.engine, rank.metadata) for rank in ranks)))
+            if self._registration is None:
+                raise StateError("the workers have registered no KV cache; wake the engine before it connects.")
+            ours, theirs = self._registration.descriptor.compatibility, descriptor.compatibility
+            counterparts = self._counterparts(ours.shards, theirs.shards, ranks)
+            self._peers[peer.engine_id] = _Peer(
+                peer,
+                tuple(tuple(rank.engine for rank in of_rank) for of_rank in counterparts),
+                units=max(1, ours.block_size // theirs.block_size),
+                is_alike=ours.shards == theirs.shards,
+            )
+            self._order(Connect(counterparts))
 
     def disconnect(self, engine_id: str) -> None:
         with self._lock:
             if (peer := self._peers.pop(engine_id, None)) is not None:
-                self._order(Disconnect(tuple(rank.engine_id for rank in peer.ranks)))
+                self._order(Disconnect(tuple(tuple(rank.engine_id for rank in ranks) for ranks in peer.ranks)))
 
     def read(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
         return self._post(peer, pairs, reads=True)
@@ -242,11 +256,34 @@ class WorkersHost:
                 raise StaleGenerationError(
                     f"engine {peer.engine_id!r} in generation {peer.generation} is not connected; handshake again."
                 )
+            if not reads and not known.is_alike:
+                raise GeometryError("blocks are written only between engines of equal tensor parallelism; read them.")
             self._number += 1
             transfer = self._running[self._number] = WorkersTransfer(len(self._ranks))
-            self._order(Post(self._number, known.ranks, tuple(pairs), reads))
+            self._order(Post(self._number, known.ranks, tuple(pairs), reads, known.units))
             self.counts["reads" if reads else "writes"] += 1
             return transfer
+
+    def _counterparts(
+        self, ours: Shards | None, theirs: Shards | None, ranks: Sequence[RankMetadata]
+    ) -> tuple[tuple[Rank, ...], ...]:
+        """For each rank here the ranks there that have its heads."""
+        if ours is None or theirs is None:
+            if len(ranks) != len(self._ranks):
+                raise GeometryError(
+                    f"the peer has {len(ranks)} ranks and this engine {len(self._ranks)}; run both with the same "
+                    "tensor parallelism."
+                )
+            return tuple((Rank(rank.engine, rank.metadata),) for rank in ranks)
+        if theirs.num_ranks != len(ranks):
+            raise ProtocolError(f"the peer says that it has {theirs.num_ranks} ranks, and describes {len(ranks)}.")
+        return tuple(
+            tuple(
+                Rank(ranks[part.rank].engine, ranks[part.rank].metadata, part.heads)
+                for part in parts_of(rank, ours, theirs)
+            )
+            for rank in sorted(self._ranks)
+        )
 
     def _order(self, order: Order) -> None:
         self._orders.append(order)
@@ -255,7 +292,7 @@ class WorkersHost:
     def _end_all(self, reason: str) -> None:
         for transfer in self._running.values():
             for _ in self._ranks:
-                transfer.rank_ended(reason)
+                transfer.rank_ended(Failure(reason))
         self._running.clear()
 
     def _rank_rebuilt(self, rank: int, found: RankRegistration | str) -> None:

@@ -15,7 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from pdkv.transfer.blocks import BlockPair
-from pdkv.transfer.messages import EngineRef
+from pdkv.transfer.messages import EngineRef, FailCode
+from pdkv.transfer.shards import HeadSlice, Shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,37 +27,56 @@ class RankRegistration(KVConnectorHandshakeMetadata):
         engine: the rank's own id and generation; transports of peers' ranks know it by these.
         metadata: of the transport.
         num_blocks: committed blocks, the same on all ranks.
-        shape: what a block is; two engines exchange KV only where it is the same.
+        shape: what a block is, in words; the same on all ranks, and on peers unless the transport converts.
+        shards: how the model's KV heads lie on the ranks; None where a peer must have them exactly so.
+        converts: whether the transport can convert.
     """
 
     engine: EngineRef
     metadata: bytes
     num_blocks: int
     shape: str
+    shards: Shards | None = None
+    converts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A rank of a peer, and which of its heads go to, or come from, one rank here; None where all do, to all."""
+
+    engine: EngineRef
+    metadata: bytes
+    heads: HeadSlice | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Make the ranks of a peer known: for each rank here, the one there."""
+    """Make the ranks of a peer known: for each rank here, those there that it exchanges blocks with."""
 
-    ranks: tuple[tuple[EngineRef, bytes], ...]
+    ranks: tuple[tuple[Rank, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """Forget the ranks of a peer."""
+    """Forget the ranks of a peer; as in :class:`Connect`."""
 
-    engine_ids: tuple[str, ...]
+    engine_ids: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Start a transfer; `ranks` as in :class:`Connect`."""
+    """Start a transfer: the same pairs with each of a rank's counterparts.
+
+    Attributes:
+        ranks: as in :class:`Connect`.
+        units: how many units of the pairs a block here has.
+    """
 
     number: int
-    ranks: tuple[EngineRef, ...]
+    ranks: tuple[tuple[EngineRef, ...], ...]
     pairs: tuple[BlockPair, ...]
     reads: bool
+    units: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +120,25 @@ class StepOrders(KVConnectorMetadata):
         return bool(self.orders or self.sent or self.received)
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a rank's part of a transfer was not done."""
+
+    reason: str
+    code: FailCode = FailCode.TRANSFER_FAILED
+
+
 @dataclass(slots=True)
 class StepReports(KVConnectorWorkerMetadata):
     """What has become of orders, of one rank or, aggregated, of several.
 
     Attributes:
-        ended: number of the transfer -> rank -> what failed; empty where nothing did.
+        ended: number of the transfer -> rank -> what failed; None where nothing did.
         rebuilt: rank -> what it has registered anew, or the error that kept it from that.
         state: rank -> what the transport says of itself, when it has changed.
     """
 
-    ended: dict[int, dict[int, str]] = field(default_factory=dict)
+    ended: dict[int, dict[int, Failure | None]] = field(default_factory=dict)
     rebuilt: dict[int, RankRegistration | str] = field(default_factory=dict)
     state: dict[int, dict[str, object]] = field(default_factory=dict)
 

@@ -252,6 +252,8 @@ class SessionScheduler:
             layout=rank.shape,
             block_size=self._block_size,
             connector=f"pdkv over {self.settings.transport}, vLLM {vllm.__version__}",
+            shards=rank.shards,
+            converts=rank.converts,
         )
 
     def _require_session(self) -> Session:

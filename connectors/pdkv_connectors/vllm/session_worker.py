@@ -6,22 +6,25 @@ It is driven by vLLM's steps, which vLLM makes as long as a request holds blocks
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from pdkv.errors import PdkvError, StateError
-from pdkv.transfer.blocks import BlockPair
+from pdkv.errors import GeometryError, PdkvError, StateError
 from pdkv.transfer.first_error import FirstError
-from pdkv.transfer.messages import EngineRef
+from pdkv.transfer.messages import EngineRef, FailCode
+from pdkv.transfer.shards import Shards
 from pdkv.transfer.transport import Transfer, TransferState, Transport
 from pdkv_connectors.vllm.session_orders import (
     Connect,
     Disconnect,
+    Failure,
     Offer,
     Order,
     Post,
+    Rank,
     RankRegistration,
     Rebuild,
     StepReports,
@@ -39,11 +42,23 @@ CLOSE_TIMEOUT_S = 5.0
 MOVING_S = 5e-3
 
 
+@dataclass(slots=True)
+class _Running:
+    """A transfer of this rank: as many as it has counterparts, and what has failed of it so far."""
+
+    order: Post
+    since: float
+    transfers: list[Transfer]
+    failure: Failure | None = None
+
+
 class SessionWorker:
     """Args:
     make_transport: builds one; called again after each sleep and for each rebuilt agent.
     engine_id: of this rank, new at each start.
     shape: see :class:`RankRegistration`.
+    num_kv_heads: of the model, over all ranks; 0 where a peer must be exactly like this engine.
+    num_ranks: of the engine.
     zero_received: a negative control: what has arrived is zeroed.
     """
 
@@ -54,15 +69,17 @@ class SessionWorker:
         rank: int,
         *,
         shape: str,
+        num_kv_heads: int = 0,
+        num_ranks: int = 1,
         zero_received: bool = False,
     ) -> None:
         self._make, self._shape, self._zero = make_transport, shape, zero_received
-        self._rank = rank
+        self._rank, self._num_ranks, self._num_kv_heads = rank, num_ranks, num_kv_heads
         self._last = EngineRef(engine_id, 0)
         self._cache: GrowableKVCache | None = None
         self._transport: Transport | None = None
-        self._known: dict[str, tuple[EngineRef, bytes]] = {}
-        self._running: dict[int, tuple[Transfer, Post, float]] = {}
+        self._known: dict[str, Rank] = {}
+        self._running: dict[int, _Running] = {}
         self._moving_s = 0.0  # from posting until the end was seen, of all transfers together
         self._reports = StepReports()
         self._state: dict[str, object] = {}
@@ -76,7 +93,12 @@ class SessionWorker:
         """
         if self._transport is None or self._cache is None:
             raise StateError("the KV cache of this rank is not registered; it is asleep, or has not been extended yet.")
-        return RankRegistration(self._last, self._transport.describe(), self._cache.num_committed_blocks, self._shape)
+        cache, transport = self._cache, self._transport
+        heads = self._num_kv_heads
+        shards = Shards.of(cache.config, heads, self._num_ranks) if heads > 0 else None
+        return RankRegistration(
+            self._last, transport.describe(), cache.num_committed_blocks, self._shape, shards, transport.converts
+        )
 
     @property
     def transport(self) -> Transport | None:
@@ -114,10 +136,10 @@ class SessionWorker:
         for order in orders:
             match order:
                 case Connect():
-                    engine, metadata = order.ranks[self._rank]
-                    self._known[engine.engine_id] = (engine, metadata)
+                    self._known.update((rank.engine.engine_id, rank) for rank in order.ranks[self._rank])
                 case Disconnect():
-                    self._forget(order.engine_ids[self._rank])
+                    for engine_id in order.engine_ids[self._rank]:
+                        self._forget(engine_id)
                 case Post():
                     self._post(order)
                 case Offer() | Withdraw():
@@ -128,14 +150,19 @@ class SessionWorker:
     def collect(self) -> StepReports | None:
         """What there is to say since the last step."""
         until = time.monotonic() + MOVING_S
-        for number, (transfer, order, since) in list(self._running.items()):
-            if (state := _poll(transfer, until)) is TransferState.RUNNING:
+        for number, running in list(self._running.items()):
+            states = [_poll(transfer, until) for transfer in running.transfers]
+            if TransferState.RUNNING in states:
                 continue
             del self._running[number]
-            self._moving_s += time.monotonic() - since
-            if state is TransferState.DONE and self._zero and order.reads:
-                self._zero_blocks(order.pairs)
-            self._ended(number, transfer.reason or ("" if state is TransferState.DONE else "the transfer failed"))
+            self._moving_s += time.monotonic() - running.since
+            failed = [transfer for transfer, state in zip(running.transfers, states, strict=True) if state == "failed"]
+            failure = running.failure
+            if failed and failure is None:
+                failure = Failure(failed[0].reason or "the transfer failed", failed[0].code)
+            if failure is None and self._zero and running.order.reads:
+                self._zero_blocks(running.order)
+            self._ended(number, failure)
         self._describe()
         reports, self._reports = self._reports, StepReports()
         return reports or None
@@ -143,23 +170,30 @@ class SessionWorker:
     # Parts.
 
     def _post(self, order: Post) -> None:
-        peer = order.ranks[self._rank]
+        """Nothing is posted before all counterparts are connected; it has ended when all that was posted has (I11)."""
+        running = _Running(order, time.monotonic(), [])
         try:
-            transport = self._connected(peer)
+            transport = self._connected(order.ranks[self._rank])
             post = transport.read if order.reads else transport.write
-            begin = time.monotonic()
-            self._running[order.number] = post(peer, order.pairs), order, begin
+            running.since = time.monotonic()
+            for peer in order.ranks[self._rank]:
+                running.transfers.append(post(peer, order.pairs))
         except PdkvError as error:
-            self._ended(order.number, f"{type(error).__name__}: {error}")
+            code = FailCode.INCOMPATIBLE if isinstance(error, GeometryError) else FailCode.POST_FAILED
+            running.failure = Failure(f"{type(error).__name__}: {error}", code)
+        self._running[order.number] = running
 
-    def _connected(self, peer: EngineRef) -> Transport:
-        """The transport, after it has connected to `peer` as the scheduler's half has described it."""
+    def _connected(self, peers: Sequence[EngineRef]) -> Transport:
+        """The transport, after it has connected to `peers` as the scheduler's half has described them."""
         if self._transport is None:
             raise StateError("the KV cache of this rank is asleep; wake the engine before it reads.")
-        engine, metadata = self._known.get(peer.engine_id, (peer, b""))
-        if metadata:
-            self._transport.connect(engine, metadata, timeout_s=CONNECT_TIMEOUT_S)
-            self._known[peer.engine_id] = (engine, b"")  # what it takes to connect is not needed any more
+        for peer in peers:
+            known = self._known.get(peer.engine_id)
+            if known is None or not known.metadata:
+                continue
+            self._transport.connect(known.engine, known.metadata, timeout_s=CONNECT_TIMEOUT_S, heads=known.heads)
+            # What it takes to connect is not needed any more.
+            self._known[peer.engine_id] = replace(known, metadata=b"")
         return self._transport
 
     def _announce(self, order: Offer | Withdraw) -> None:
@@ -187,14 +221,14 @@ class SessionWorker:
             logger.exception("pdkv: the transport of this rank could not be built again")
             self._reports.rebuilt[self._rank] = str(error)
 
-    def _ended(self, number: int, failure: str) -> None:
+    def _ended(self, number: int, failure: Failure | None) -> None:
         self._reports.ended.setdefault(number, {})[self._rank] = failure
 
-    def _zero_blocks(self, pairs: tuple[BlockPair, ...]) -> None:
+    def _zero_blocks(self, order: Post) -> None:
         if self._cache is not None:
             for view in self._cache.views().values():
-                for pair in pairs:
-                    view[pair.destination].zero_()
+                for pair in order.pairs:
+                    view[pair.destination // order.units].zero_()
 
     def _describe(self) -> None:
         """What operators see, when a transfer has ended or a peer has come."""

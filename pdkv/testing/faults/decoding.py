@@ -17,7 +17,7 @@ from pdkv.transfer.blocks import BlockRun
 from pdkv.transfer.consumer import Consumer
 from pdkv.transfer.consumer_state import ConsumerSettings
 from pdkv.transfer.counters import Counters
-from pdkv.transfer.messages import Descriptor, TransferKey, decode
+from pdkv.transfer.messages import Descriptor, FailCode, TransferKey, decode
 from pdkv.transfer.reference import Reference
 
 STEP_S = 0.5
@@ -194,8 +194,8 @@ class SimDecode(SimNode):
     def rebuilt(self, generation: int, descriptor: Descriptor) -> None:
         self.endpoint.agent_rebuilt(generation, descriptor)
 
-    def _read_ended(self, key: TransferKey, ok: bool, posted: bool) -> None:
-        self.endpoint.read_ended(key, ok, posted=posted)
+    def _read_ended(self, key: TransferKey, ok: bool, code: FailCode) -> None:
+        self.endpoint.read_ended(key, ok, code=code)
 
     def _stop_loading(self, live: _Live) -> None:
         if live.state is State.LOADING:

@@ -12,7 +12,7 @@ from pdkv.testing.rules import require
 from pdkv.transfer.actions import Action, AddPeer, FreeBlocks, PostRead, PostWrite, RebuildAgent, Send
 from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.endpoint import Endpoint
-from pdkv.transfer.messages import Compatibility, Descriptor, EngineRef, Register, TransferKey, encode
+from pdkv.transfer.messages import Compatibility, Descriptor, EngineRef, FailCode, Register, TransferKey, encode
 
 REBUILD_S = 0.3  # measured with a transfer in flight
 # A wake-up this much after its deadline: sums of floats may end just before it.
@@ -140,8 +140,10 @@ class SimNode:
         self._peer_agents.clear()
         self.rebuilt(self.me.generation, self.descriptor())
 
-    def _post(self, action: PostRead | PostWrite, owner: str, ended: Callable[[TransferKey, bool, bool], None]) -> None:
-        """Hand a transfer to the fabric; `ended` is told ``(key, ok, posted)`` once, or never."""
+    def _post(
+        self, action: PostRead | PostWrite, owner: str, ended: Callable[[TransferKey, bool, FailCode], None]
+    ) -> None:
+        """Hand a transfer to the fabric; `ended` is told ``(key, ok, code)`` once, or never."""
         peer = self._fabric.node_at(address_of(action.peer.engine_id))
         reads = isinstance(action, PostRead)
         transfer = Transfer(
@@ -153,7 +155,7 @@ class SimNode:
             initiator=self,
             remote_agent=self._peer_agents.get(action.peer.engine_id, -1),
             owner=owner,
-            ended=lambda ok: self.when_running(partial(ended, action.key, ok, True)),
+            ended=lambda ok: self.when_running(partial(ended, action.key, ok, FailCode.TRANSFER_FAILED)),
         )
         if not self._fabric.post(transfer):
-            self.when_running(partial(ended, action.key, False, False))
+            self.when_running(partial(ended, action.key, False, FailCode.POST_FAILED))

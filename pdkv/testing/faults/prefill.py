@@ -13,7 +13,7 @@ from pdkv.testing.faults.wheel import Wheel, WheelClock
 from pdkv.transfer.actions import Action, FreeBlocks, PostWrite
 from pdkv.transfer.blocks import BlockRun
 from pdkv.transfer.counters import Counters
-from pdkv.transfer.messages import Descriptor, EngineRef, TransferKey, decode
+from pdkv.transfer.messages import Descriptor, EngineRef, FailCode, TransferKey, decode
 from pdkv.transfer.producer import Producer
 from pdkv.transfer.reference import Reference
 
@@ -115,8 +115,8 @@ class SimPrefill(SimNode):
         assert isinstance(action, PostWrite)
         self._post(action, self._fabric.owners[action.key], self._write_ended)
 
-    def _write_ended(self, key: TransferKey, ok: bool, posted: bool) -> None:
-        self.endpoint.write_ended(key, ok, posted=posted)
+    def _write_ended(self, key: TransferKey, ok: bool, code: FailCode) -> None:
+        self.endpoint.write_ended(key, ok, code=code)
 
     def rebuilt(self, generation: int, descriptor: Descriptor) -> None:
         self.endpoint.agent_rebuilt(generation, descriptor)

@@ -81,6 +81,12 @@ def refuses_caches_that_do_not_fit(bench: TransportBench) -> None:
         metadata = bench.p.ask("describe")
         with refused(f"connect to a cache with {shape}", GeometryError):
             bench.d.ask("connect", engine="P", generation=number, metadata=metadata)
+    if not bench.what["converts"]:
+        bench.p.ask("unregister")
+        bench.build(bench.p, 1)
+        bench.p.ask("register", engine="P", generation=9)
+        with refused("connect for some of the heads", GeometryError):
+            bench.d.ask("connect", engine="P", generation=9, metadata=bench.p.ask("describe"), heads=[1, 1, 0])
 
 
 @check

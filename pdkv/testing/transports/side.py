@@ -11,6 +11,7 @@ from pdkv.kvcache import AttentionSpec, GrowableKVCache, KVCacheConfig, KVCacheL
 from pdkv.memory import open_driver
 from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.messages import EngineRef
+from pdkv.transfer.shards import HeadSlice
 from pdkv.transfer.transport import Transfer, Transport
 
 if TYPE_CHECKING:
@@ -168,8 +169,13 @@ class TransportSide:
     def do_describe(self) -> str:
         return self.transport.describe().hex()
 
-    def do_connect(self, engine: str, generation: int, metadata: str, within_s: float = 20.0) -> None:
-        self.transport.connect(EngineRef(engine, generation), bytes.fromhex(metadata), timeout_s=within_s)
+    def do_connect(
+        self, engine: str, generation: int, metadata: str, within_s: float = 20.0, heads: list[int] | None = None
+    ) -> None:
+        """`heads`: count, first one of the peer, first one here."""
+        wanted = None if heads is None else HeadSlice(*heads)
+        peer = EngineRef(engine, generation)
+        self.transport.connect(peer, bytes.fromhex(metadata), timeout_s=within_s, heads=wanted)
 
     def do_disconnect(self, engine: str) -> None:
         self.transport.disconnect(engine)

@@ -32,9 +32,10 @@ class Peer(Child):
     def ask(self, do: str, timeout_s: float = START_TIMEOUT_S, **arguments: Any) -> Any:
         return super().ask(do, timeout_s, **arguments)
 
-    def meet(self, other: Peer, generation: int = 1) -> None:
-        """Connect to a peer that has registered."""
-        self.ask("connect", engine=other.name, generation=generation, metadata=other.ask("describe"))
+    def meet(self, other: Peer, generation: int = 1, heads: list[int] | None = None) -> None:
+        """Connect to a peer that has registered; for `heads` as in :class:`HeadSlice`."""
+        metadata = other.ask("describe")
+        self.ask("connect", engine=other.name, generation=generation, metadata=metadata, heads=heads)
 
     def read(self, other: Peer, pairs: list[tuple[int, int]], generation: int = 1) -> str:
         """Read blocks of group 0; the state in which that ends."""

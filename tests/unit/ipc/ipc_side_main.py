@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from pdkv.errors import DriverError
+from pdkv.kvcache import AttentionSpec, GrowableKVCache, KVCacheConfig
 from pdkv.memory import HostDriver, PhysicalChunk, open_driver
 from pdkv.testing.child import serve
 from pdkv.testing.transports.side import TransportSide
@@ -87,6 +88,42 @@ class IpcSide(TransportSide):
 
         page = self._views()[layer][block]
         return page.as_strided((page.numel(),), (1,)).view(torch.uint8)
+
+    def do_build_rank(self, heads: int, tokens: int) -> None:
+        """A cache of a rank that has so many heads, in blocks of so many tokens; all zero."""
+        spec = AttentionSpec(heads, tokens, 16, "float32")
+        config = KVCacheConfig.uniform(["layer.0", "layer.1"], spec, 24)
+        self._cache = GrowableKVCache(config, self._driver)
+        self._cache.commit(24)
+
+    def do_number(self, blocks: list[int], first_head: int) -> None:
+        """Give each token of a prompt in these blocks, and each of the model's heads, a number of its own."""
+        for view, wanted in zip(self._views(), self._numbers(blocks, first_head), strict=True):
+            view[blocks] = wanted
+
+    def do_numbered(self, blocks: list[int], first_head: int, first: int, end: int) -> list[bool]:
+        """Whether tokens `first` to `end` have these numbers, and what is before and after is zero."""
+        import torch
+
+        found = []
+        for view, wanted in zip(self._views(), self._numbers(blocks, first_head), strict=True):
+            by_token = wanted.transpose(1, 2).flatten(0, 1)  # a copy, [tokens, H, C]
+            by_token[:first] = by_token[end:] = 0
+            found.append(torch.equal(view[blocks].transpose(1, 2).flatten(0, 1), by_token))
+        return found
+
+    def _numbers(self, blocks: list[int], first_head: int) -> list[torch.Tensor]:
+        """``[blocks, H, N, C]`` of each layer."""
+        import torch
+
+        result = []
+        for layer, view in enumerate(self._views()):
+            heads, tokens, content = view.shape[1:]
+            token = torch.arange(len(blocks) * tokens).view(len(blocks), 1, tokens, 1)
+            head = torch.arange(first_head, first_head + heads).view(1, heads, 1, 1)
+            number = 1 + token + 1000 * head + 10000 * layer
+            result.append(number.expand(len(blocks), heads, tokens, content).float().clone())
+        return result
 
     def do_release_report(self) -> list[int]:
         report = self.cache.release_physical()

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from pdkv.transfer.shards import HeadSlice
 from pdkv_connectors.ipc.convert import copy_units, page_keys, page_view, take_units, unit_view
 from pdkv_connectors.ipc.hashing import hash_granules
-from pdkv_connectors.ipc.plan import HeadSlice, PagePlan, PageShape, plan_pages
+from pdkv_connectors.ipc.plan import PagePlan, PageShape, plan_pages
 
 LAYERS = 3
 

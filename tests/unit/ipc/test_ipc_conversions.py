@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from pdkv.errors import GeometryError, ProtocolError, TransportError
-from pdkv.kvcache import AttentionSpec, GrowableKVCache, KVCacheConfig, KVCacheLayout
+from pdkv.kvcache import GrowableKVCache, Interior, KVCacheConfig, KVCacheLayout, PageSpec
 from pdkv.memory import HostDriver
 from pdkv.transfer.messages import EngineRef
-from pdkv_connectors.ipc import BlockColumns, HeadSlice, IpcTransport
+from pdkv.transfer.shards import HeadSlice
+from pdkv_connectors.ipc import BlockColumns, IpcTransport
 from pdkv_connectors.ipc.host_mover import HostLeg
 
 pytestmark = pytest.mark.cpu
@@ -31,9 +32,17 @@ class Bench:
         stack.callback(self.driver.close)
 
     def cache(
-        self, *, heads: int = 4, tokens: int = 16, layout: str = "LBHNC", dtype: str = "bfloat16", blocks: int = 24
+        self,
+        *,
+        heads: int = 4,
+        tokens: int = 16,
+        layout: str = "LBHNC",
+        dtype: str = "bfloat16",
+        blocks: int = 24,
+        interior: Interior = "tokens",
     ) -> GrowableKVCache:
-        spec = AttentionSpec(heads, tokens, HEAD_SIZE, dtype)
+        item = 1 if dtype == "float8_e4m3fn" else 2
+        spec = PageSpec(heads, tokens, 2 * HEAD_SIZE * item, tokens, dtype, interior=interior)
         config = KVCacheConfig.uniform([f"layer.{n}" for n in range(LAYERS)], spec, blocks, KVCacheLayout[layout])
         cache = self._stack.enter_context(GrowableKVCache(config, self.driver))
         cache.commit(blocks)
@@ -51,10 +60,15 @@ class Bench:
         return transport
 
     def read(
-        self, source: GrowableKVCache, destination: GrowableKVCache, pairs: list[tuple[int, int]], **options: Any
+        self,
+        source: GrowableKVCache,
+        destination: GrowableKVCache,
+        pairs: list[tuple[int, int]],
+        heads: HeadSlice | None = None,
+        **options: Any,
     ) -> None:
         owner, reader = self.transport(source, P), self.transport(destination, D, **options)
-        reader.connect(P, owner.describe(), timeout_s=20.0)
+        reader.connect(P, owner.describe(), timeout_s=20.0, heads=heads)
         transfer = reader.read(P, BlockColumns(*zip(*pairs, strict=True)))
         assert transfer.wait(20.0) == "done", transfer.reason
 
@@ -99,15 +113,77 @@ def test_blocks_that_fit_as_they_are_are_verified_where_they_arrived_and_not_cop
         assert torch.equal(found[[5, 1]], wanted[[3, 4]])
 
 
-@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
-def test_a_slice_of_the_heads_is_taken_into_a_slice(bench: Bench, layout: str) -> None:
-    source, destination = bench.cache(heads=4, layout=layout), bench.cache(heads=8, layout="LBNHC")
+@pytest.mark.parametrize(("heads", "layout"), [(8, "LBNHC"), (8, "LBHNC"), (4, "LBNHC")])
+def test_a_slice_of_the_heads_is_taken_into_a_slice(bench: Bench, heads: int, layout: str) -> None:
+    source, destination = bench.cache(heads=heads, layout=layout), bench.cache(heads=8, layout="LBNHC")
     before = [view.clone() for view in destination.views().values()]
-    bench.read(source, destination, [(3, 5), (4, 1)], heads=lambda peer: HeadSlice(2, source=1, destination=5))
+    bench.read(source, destination, [(3, 5), (4, 1)], HeadSlice(2, source=1, destination=5))
     for wanted, found, old in zip(source.views().values(), destination.views().values(), before, strict=True):
         for from_, to in ((3, 5), (4, 1)):
             old[to, 5:7] = wanted[from_, 1:3]
         assert torch.equal(found, old)
+
+
+def keys_and_values(cache: GrowableKVCache) -> list[torch.Tensor]:
+    """``[2, B, H, N, head size]`` of each layer of a cache of columns, as its engine would read it."""
+    found = []
+    for view in cache.views().values():
+        blocks, heads, tokens, _ = view.shape
+        keys, values = view.reshape(blocks, heads, 2, -1).unbind(2)
+        keys = keys.view(blocks, heads, HEAD_SIZE, tokens).transpose(2, 3)
+        found.append(torch.stack((keys, values.view(blocks, heads, tokens, HEAD_SIZE))))
+    return found
+
+
+@pytest.mark.parametrize(("there", "here"), [(16, 32), (32, 16), (16, 64), (64, 16)])
+def test_pages_that_hold_keys_by_column_become_blocks_of_another_size(bench: Bench, there: int, here: int) -> None:
+    source = bench.cache(tokens=there, interior="columns")
+    destination = bench.cache(tokens=here, heads=2, layout="BLHNC", interior="columns")
+    before, pairs = keys_and_values(destination), [(5, 20), (0, 3), (21, 2), (22, 1), (7, 23)]
+    bench.read(source, destination, pairs, HeadSlice(2, source=1))
+    for wanted, found, old in zip(keys_and_values(source), keys_and_values(destination), before, strict=True):
+        for from_, to in pairs:
+            tokens = slice(from_ % (there // 16) * 16, from_ % (there // 16) * 16 + 16)
+            place = slice(to % (here // 16) * 16, to % (here // 16) * 16 + 16)
+            old[:, to // (here // 16), :, place] = wanted[:, from_ // (there // 16), 1:3, tokens]
+        assert torch.equal(found, old)
+
+
+def test_damage_is_found_in_pages_that_hold_keys_by_column(bench: Bench) -> None:
+    source = bench.cache(tokens=32, interior="columns")
+    owner = bench.transport(source, P)
+    owner.offer([3])
+    source.views()["layer.1"][3, 2, 30, 1] += 1
+    reader = bench.transport(bench.cache(interior="columns"), D)
+    reader.connect(P, owner.describe(), timeout_s=20.0)
+    transfer = reader.read(P, BlockColumns([6], [1]))
+    assert transfer.wait(20.0) == "failed"
+    assert "block 3" in transfer.reason
+
+
+@pytest.mark.parametrize("interior", ["columns", "heads"])
+def test_heads_are_taken_out_of_blocks_of_one_size_whatever_is_in_them(bench: Bench, interior: Interior) -> None:
+    source, destination = bench.cache(interior=interior), bench.cache(heads=2, interior=interior)
+    bench.read(source, destination, [(3, 5)], HeadSlice(2, source=2))
+    for wanted, found in zip(source.views().values(), destination.views().values(), strict=True):
+        assert torch.equal(found[5], wanted[3, 2:])
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "message"),
+    [
+        ({"interior": "heads"}, {"interior": "heads", "tokens": 32}, "use blocks of one size"),
+        ({"interior": "columns"}, {"interior": "columns", "layout": "LBNHC"}, "neither in dtype nor in order"),
+        ({"interior": "columns"}, {}, "by columns in the source"),
+        ({"interior": "opaque"}, {"interior": "opaque", "heads": 2}, "not known"),
+    ],
+)
+def test_pages_of_which_not_enough_is_known_are_refused(
+    bench: Bench, there: dict[str, Any], here: dict[str, Any], message: str
+) -> None:
+    owner, reader = bench.transport(bench.cache(**there), P), bench.transport(bench.cache(**here), D)
+    with pytest.raises(GeometryError, match=message):
+        reader.connect(P, owner.describe(), heads=HeadSlice(2))
 
 
 def test_bf16_becomes_fp8_with_its_scales_saturated_and_nan_kept(bench: Bench) -> None:

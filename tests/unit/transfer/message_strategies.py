@@ -26,6 +26,7 @@ from pdkv.transfer.messages import (
     TransferKey,
     Welcome,
 )
+from pdkv.transfer.shards import Shards
 
 counts = st.integers(0, 2**53)
 names = st.text(min_size=1, max_size=256)
@@ -42,9 +43,13 @@ keys = st.builds(
 )
 claims = st.one_of(st.none(), st.builds(Claim, digests, digests, counts))
 runs = st.lists(st.builds(BlockRun, ids, st.lists(ids, max_size=8).map(tuple)), max_size=4).map(tuple)
+numbers = st.one_of(st.integers(1, 8), st.integers(1, 2**31 - 1))
+shards = st.builds(Shards, numbers, numbers, numbers, numbers)
 descriptors = st.builds(
     Descriptor,
-    compatibility=st.builds(Compatibility, texts, texts, texts, texts, counts, texts),
+    compatibility=st.builds(
+        Compatibility, texts, texts, texts, texts, counts, texts, st.one_of(st.none(), shards), st.booleans()
+    ),
     num_blocks=counts,
     metadata=st.binary(max_size=64),
 )

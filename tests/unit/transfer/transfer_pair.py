@@ -128,11 +128,11 @@ class Pair:
 
     def transfer_ended(self, ok: bool = True, *, posted: bool = True) -> None:
         """The transport reports the last transfer."""
-        post = self.posted()
+        post, code = self.posted(), FailCode.TRANSFER_FAILED if posted else FailCode.POST_FAILED
         if isinstance(post, PostRead):
-            self.decode.read_ended(post.key, ok, posted=posted)
+            self.decode.read_ended(post.key, ok, code=code)
         else:
-            self.prefill.write_ended(post.key, ok, posted=posted)
+            self.prefill.write_ended(post.key, ok, code=code)
         self.deliver()
 
     def freed(self, side: str) -> set[int]:
