@@ -66,16 +66,28 @@ def run_pd(prefill: EngineProcess, decode: EngineProcess) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("case", "transport"), [("float32-eager", "ipc"), ("bfloat16-graphs", "ipc"), ("float32-eager", "nixl")]
+    ("case", "transport", "block_size"),
+    [
+        ("float32-eager", "ipc", 16),
+        ("bfloat16-graphs", "ipc", 16),
+        ("float32-eager", "nixl", 16),
+        ("float32-eager", "ipc", 64),
+    ],
 )
 def test_pd_gives_the_tokens_of_a_stock_engine(
-    case: str, transport: str, start: Callable[..., EngineProcess], record: Callable[..., None]
+    case: str, transport: str, block_size: int, start: Callable[..., EngineProcess], record: Callable[..., None]
 ) -> None:
+    """Prefill has blocks of 16 tokens, decode of `block_size`."""
     port = free_port()
     stock = start(case, "stock")
     prefill = start(case, "prefill", **GROWABLE, **connector("kv_producer", port, transport))
     decode = start(
-        case, "decode", **GROWABLE, **connector("kv_consumer", port, transport), kv_cache_memory_bytes=768 << 20
+        case,
+        "decode",
+        **GROWABLE,
+        **connector("kv_consumer", port, transport),
+        kv_cache_memory_bytes=768 << 20,
+        block_size=block_size,
     )
     expected = [answer["tokens"] for answer in stock.generate(PROMPTS, MAX_TOKENS)]
     found = run_pd(prefill, decode)
@@ -85,6 +97,7 @@ def test_pd_gives_the_tokens_of_a_stock_engine(
         "vllm-pdkv",
         case=case,
         transport=transport,
+        decode_block_size=block_size,
         equal=f"{sum(one == other for one, other in zip(expected, found, strict=True))}/{len(PROMPTS)}",
         moved_bytes=moved["bytes"],
         moving_s=moved["moving_s"],
