@@ -23,11 +23,14 @@ from pdkv.transfer.geometry import CacheGeometry
 from pdkv.transfer.messages import EngineRef
 from pdkv.transfer.transport import TransferState
 from pdkv_connectors import auto
+from pdkv_connectors.checking import wire as sums
+from pdkv_connectors.checking.keeper import SumKeeper
 from pdkv_connectors.ipc import IpcTransport
 from pdkv_connectors.ipc import wire as ipc
 from pdkv_connectors.ipc.link import Link, _Grants
 from pdkv_connectors.ipc.loop import Loop
 from pdkv_connectors.ipc.owner import GrantedMemory, Owner
+from pdkv_connectors.nixl import notes
 from pdkv_connectors.nixl import transport as nixl
 from pdkv_connectors.ucx import transport as ucx
 from pdkv_connectors.ucx import wire as ucx_wire
@@ -257,15 +260,20 @@ class Endpoint:
 
 
 class UcxConnection:
-    """The server's end, and the end that asks."""
+    """The server's end, and the end that asks; and what nixl carries as notifications: the same about sums."""
 
     def __init__(self) -> None:
         self._cache = make_cache()
-        self._memory = Memory(self._cache, CacheGeometry.of(self._cache).extents())
+        geometry = CacheGeometry.of(self._cache)
+        self._memory = Memory(self._cache, geometry.extents())
+        self._keeper = SumKeeper(self._cache, geometry, P, Counter())
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(self._unhandled)
         self._wrong: list[Any] = []
         one = np.array([4096], "<i8").tobytes()
+        ids = sums.write_ids(np.array([1, 2], np.int32))
+        questions = [sums.encode(sums.Wanted(P, 0, ids)), sums.encode(sums.Compare(P, 0, ids, bytes(8 * 2 * 3)))]
+        answers = [sums.encode(answer) for answer in (sums.Sums(bytes(48)), sums.Compared(-1), sums.Refused("no"))]
         self.seeds = [
             ucx_wire.encode_control(control)[1]
             for control in (
@@ -276,29 +284,37 @@ class UcxConnection:
                 ucx_wire.Go(1),
                 ucx_wire.No(1, "no"),
                 ucx_wire.End(1),
+                *(ucx_wire.Question(3, body) for body in questions),
+                *(ucx_wire.Answer(1, body) for body in answers),
                 ucx_wire.Bye("bye"),
             )
         ]
+        self.seeds += [pack(notes.Question(1, questions[0], b"agent")), pack(notes.Answer(1, answers[0]))]
 
     def run(self, frames: list[bytes]) -> None:
         self._loop.run_until_complete(asyncio.wait_for(self._serve(frames), 30))
         self._loop.run_until_complete(asyncio.wait_for(self._ask(frames), 30))
+        for frame in frames:
+            for read in (sums.decode_answer, notes.read_note):
+                with suppress(ProtocolError):
+                    read(frame)
         if self._wrong:
             raise AssertionError(self._wrong)
 
     async def _serve(self, frames: list[bytes]) -> None:
-        server = Server(None, self._memory, P, Counter())
+        server = Server(None, self._memory, P, Counter(), self._keeper.answer)
         server.token = KEY
         await asyncio.ensure_future(server._connected(Endpoint([self.seeds[0], *frames])))
         while server._tasks:
             await asyncio.wait(server._tasks)
 
     async def _ask(self, frames: list[bytes]) -> None:
-        link = AskingLink(Endpoint(frames))
+        link = AskingLink(Endpoint(frames), verifies=True)
         nbytes = np.array([4096], np.int64)
         ask = ucx_wire.Ask(0, P, True, nbytes.tobytes(), nbytes.tobytes())
         with suppress(TransportError, ProtocolError):
             await link.transfer(ask, self._memory, nbytes, nbytes)
+            sums.decode_answer(await link.ask(b"question"))
         await asyncio.wait([link._reader])
         if link.closed is None:
             raise AssertionError("the connection is open and nobody reads it")
