@@ -11,8 +11,8 @@ ARGS      ?=
 PY    := .venv/bin/python
 MODEL := build/models/smollm2-135m-instruct
 DEMO  := build/demo
-# No single test may take longer than its --timeout; those with engines start two or three, a minute or two each on two
-# busy cores.
+# No single test may take longer than its --timeout; those of the launcher start two or three engines, a minute or two
+# each on two busy cores.
 FAST_TESTS   := $(PY) -m pytest -m "not vllm and not nixl and not gpu" --timeout 300 -n 2 --dist worksteal
 NIXL_TESTS   := $(PY) -m pytest -m "nixl and not vllm and not gpu" --timeout 300 --durations 10
 ENGINE_TESTS := $(PY) -m pytest -m "vllm and not gpu" --timeout 600 --durations 25

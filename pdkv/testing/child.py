@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 #: A command that computes for milliseconds may wait this long for a core of a busy machine.
 REPLY_TIMEOUT_S = 60.0
@@ -40,6 +40,20 @@ class ChildEnded(Exception):
     """The child ended instead of answering; the message holds its exit status and the end of its log."""
 
 
+class ChildProcess(Protocol):
+    """What is used of :class:`subprocess.Popen`, which is one, and means the same here."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, sig: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+
 class Child:
     """A Python program that runs :func:`serve`, ended when the context is left.
 
@@ -54,24 +68,39 @@ class Child:
         self, program: Path | str, log: Path, *arguments: str, environment: dict[str, str] | None = None
     ) -> None:
         reply_fd, child_fd = os.pipe()
-        start = ["-m", program] if isinstance(program, str) else [str(program)]
+        input_fd, command_fd = os.pipe()
         self.log = log
-        with log.open("w") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, *start, str(child_fd), *arguments],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[child_fd],
-                env={**os.environ, **(environment or {})},
-                text=True,
-            )
-        os.close(child_fd)
-        if self.process.stdin is None:
-            raise ChildEnded("the child was started without a way to tell it anything")
-        self._commands = self.process.stdin
+        self._commands = os.fdopen(command_fd, "w")
         self._replies = os.fdopen(reply_fd, "rb", buffering=0)
         self._buffer = b""
+        try:
+            with log.open("w") as output:
+                self.process = self._start(
+                    program, arguments, {**os.environ, **(environment or {})}, input_fd, output.fileno(), child_fd
+                )
+        finally:
+            os.close(input_fd)
+            os.close(child_fd)
+
+    def _start(
+        self,
+        program: Path | str,
+        arguments: tuple[str, ...],
+        environment: dict[str, str],
+        input_fd: int,
+        output_fd: int,
+        reply_fd: int,
+    ) -> ChildProcess:
+        """Start `program` in a process of its own; the descriptors stay the caller's to close."""
+        start = ["-m", program] if isinstance(program, str) else [str(program)]
+        return subprocess.Popen(
+            [sys.executable, *start, str(reply_fd), *arguments],
+            stdin=input_fd,
+            stdout=output_fd,
+            stderr=subprocess.STDOUT,
+            pass_fds=[reply_fd],
+            env=environment,
+        )
 
     def ask(self, do: str, timeout_s: float = REPLY_TIMEOUT_S, **arguments: Any) -> Any:
         """Run one command and return its reply.
@@ -124,10 +153,14 @@ class Child:
         """The end of the child's log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
-    def close(self) -> None:
-        """End the process: it gets end of input, and is killed where that is not enough."""
+    def end(self) -> None:
+        """Have the process end by itself, which :meth:`close` waits for: it gets end of input."""
         with suppress(BrokenPipeError):
             self._commands.close()
+
+    def close(self) -> None:
+        """End the process: it gets end of input, and is killed where that is not enough."""
+        self.end()
         try:
             self.process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:

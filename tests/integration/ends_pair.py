@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from engine import GROWABLE, EngineProcess, nixl_connector
+from engine import GROWABLE, EngineProcess, nixl_connector, running
 
 BLOCK = 32
 MAX_TOKENS = 8
@@ -109,7 +109,5 @@ def running_pair(
     decode = EngineProcess(
         model, folder / "d.log", **GROWABLE, **{**nixl_connector("kv_consumer", mode, **extra), **decode_options}
     )
-    with prefill, decode:
-        prefill.wait_ready()
-        decode.wait_ready()
+    with running(prefill, decode):
         yield Pair(prefill, decode, mode)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from pdkv.testing.child import Child
+from zygote import Zygote
+
+from pdkv.testing.child import Child, ChildProcess
 
 READY_TIMEOUT_S = 600.0
 COMMAND_TIMEOUT_S = 240.0
 _MAIN = Path(__file__).with_name("engine_main.py")
 
-#: vLLM options of all engines in these tests. Float32, since only there equal tokens mean equal KV.
+#: vLLM options of all engines in these tests. Float32, since only there equal tokens mean equal KV. No tokenizer, since
+#: prompts and outputs are token ids.
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 512,
@@ -24,6 +28,16 @@ OPTIONS: dict[str, Any] = {
     "enforce_eager": True,
     "kv_cache_memory_bytes": 256 << 20,
     "disable_log_stats": True,
+    "skip_tokenizer_init": True,
+}
+#: Environment of all engines in these tests.
+VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+    "PDKV_GRANULE": "65536",
 }
 GROWABLE = {"worker_cls": "pdkv_connectors.vllm.worker.GrowableCPUWorker"}
 
@@ -78,22 +92,61 @@ def free_port() -> int:
             return port
 
 
-class EngineProcess(Child):
-    """One engine in a child process, ended when the context is left. It starts in the background."""
+@contextlib.contextmanager
+def running(*engines: EngineProcess) -> Iterator[None]:
+    """Engines that have all started. When the context is left all of them end, at the same time."""
+    with contextlib.ExitStack() as stack:
+        for engine in engines:
+            stack.enter_context(engine)
+        for engine in engines:
+            engine.wait_ready()
+        try:
+            yield
+        finally:
+            for engine in engines:
+                engine.end()
 
-    def __init__(self, model: Path, log: Path, environment: dict[str, str] | None = None, **options: Any) -> None:
-        base = {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-            "PDKV_GRANULE": "65536",
-        }
-        super().__init__(_MAIN, log, environment={**base, **(environment or {})})
+
+class EngineProcess(Child):
+    """One engine in a child process, ended when the context is left. It starts in the background.
+
+    Args:
+        log: where its standard output and error go.
+        environment: variables on top of `VARIABLES` and this process's own.
+        fresh: start an interpreter for it, also where `zygote` could fork it.
+        options: vLLM's, on top of `OPTIONS`.
+    """
+
+    #: Forks engines for whom that makes no difference; None: all of them get interpreters of their own.
+    zygote: ClassVar[Zygote | None] = None
+
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        environment: dict[str, str] | None = None,
+        *,
+        fresh: bool = False,
+        **options: Any,
+    ) -> None:
+        self._may_fork = not fresh
+        port = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+        super().__init__(_MAIN, log, environment={**VARIABLES, **port, **(environment or {})})
         self._is_ready = False
         self.send("start", options={**OPTIONS, "model": str(model), **options})
+
+    def _start(
+        self,
+        program: Path | str,
+        arguments: tuple[str, ...],
+        environment: dict[str, str],
+        input_fd: int,
+        output_fd: int,
+        reply_fd: int,
+    ) -> ChildProcess:
+        if self.zygote is not None and self._may_fork and self.zygote.suits(environment):
+            return self.zygote.fork(_MAIN, arguments, environment, (input_fd, output_fd, reply_fd))
+        return super()._start(program, arguments, environment, input_fd, output_fd, reply_fd)
 
     def wait_ready(self) -> EngineProcess:
         """Wait until the engine has started.

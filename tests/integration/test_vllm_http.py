@@ -284,7 +284,7 @@ def test_a_second_engine_on_the_same_status_folder_is_refused_at_the_start(
 ) -> None:
     folder = Path(deployment.log_dir) / "status" / "decode"
     before = read_status(folder)["workers"][0]["pid"]
-    options = {**GROWABLE, "skip_tokenizer_init": True, "kv_cache_memory_bytes": 16 << 20}
+    options = {**GROWABLE, "kv_cache_memory_bytes": 16 << 20}
     with (
         pytest.raises(Exception, match="another engine"),
         EngineProcess(tiny, tmp_path / "log", {"PDKV_STATUS_DIR": str(folder)}, **options) as engine,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine import GROWABLE, EngineProcess, nixl_connector
+from engine import GROWABLE, EngineProcess, nixl_connector, running
 
 pytestmark = pytest.mark.vllm
 
@@ -45,9 +45,7 @@ def engines(
         **nixl_connector("kv_consumer", request.param),
         kv_cache_memory_bytes=128 << 20,
     )
-    with prefill, decode:
-        prefill.wait_ready()
-        decode.wait_ready()
+    with running(prefill, decode):
         yield prefill, decode
 
 

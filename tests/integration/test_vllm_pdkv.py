@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import GROWABLE, EngineProcess, free_port, pdkv_connector
+from engine import GROWABLE, EngineProcess, free_port, pdkv_connector, running
 from random_llama import make_random_llama, vocabulary
 
 pytestmark = pytest.mark.vllm
@@ -56,9 +56,7 @@ def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
         **pdkv_connector("kv_consumer", port, pdkv_silence_s=3.0),
         kv_cache_memory_bytes=128 << 20,
     )
-    with prefill, decode:
-        prefill.wait_ready()
-        decode.wait_ready()
+    with running(prefill, decode):
         yield prefill, decode
 
 
@@ -226,14 +224,13 @@ def test_decode_that_zeroes_what_it_received_gives_other_tokens(
     folder, port = tmp_path_factory.mktemp("zero"), free_port()
     model = make_random_llama(folder / "model", "tiny")
     prompts = [[(17 * place + length) % vocabulary("tiny") for place in range(length)] for length in (40, 70)]
-    options = {**GROWABLE, "skip_tokenizer_init": True}
     control = {"PDKV_CORRUPT_RECEIVED_KV": "1"}
     over = {"transport": "nixl"}
-    prefill = EngineProcess(model, folder / "prefill.log", **options, **pdkv_connector("kv_producer", port, **over))
+    prefill = EngineProcess(model, folder / "prefill.log", **GROWABLE, **pdkv_connector("kv_producer", port, **over))
     decode = EngineProcess(
-        model, folder / "decode.log", control, **options, **pdkv_connector("kv_consumer", port, **over)
+        model, folder / "decode.log", control, **GROWABLE, **pdkv_connector("kv_consumer", port, **over)
     )
-    with prefill, decode:
+    with running(prefill, decode):
         alone = [answer["tokens"] for answer in prefill.generate(prompts, MAX_TOKENS)]
         found = run_pd((prefill, decode), prompts)
     assert all(one != other for one, other in zip(alone, found, strict=True))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import GROWABLE, EngineProcess, nixl_connector
+from engine import GROWABLE, EngineProcess, nixl_connector, running
 
 from pdkv.testing import CONNECTOR_CHECKS
 
@@ -44,9 +44,7 @@ def engines(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytes
         EngineProcess(model, folder / f"{role}.log", ENVIRONMENT, **GROWABLE, **connector(role, request.param))
         for role in ("kv_producer", "kv_consumer")
     )
-    with prefill, decode:
-        prefill.wait_ready()
-        decode.wait_ready()
+    with running(prefill, decode):
         yield prefill, decode
 
 
@@ -126,9 +124,7 @@ def test_outputs_are_byte_identical_standard_with_sleep_and_wake_between_and_wit
         )
         for role in ("kv_producer", "kv_consumer")
     )  # fmt: skip
-    with prefill, decode:
-        prefill.wait_ready()
-        decode.wait_ready()
+    with running(prefill, decode):
         assert decode.ask("pool_blocks") != engines[1].ask("pool_blocks")
         standard = json.dumps(run_pd((prefill, decode)))
         for engine in (prefill, decode):

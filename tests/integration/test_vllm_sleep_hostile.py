@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import GROWABLE, EngineProcess, nixl_connector
+from engine import GROWABLE, EngineProcess, nixl_connector, running
 from test_vllm_sleep import ASK, MAX_TOKENS, PROMPTS, wait_for
 
 pytestmark = pytest.mark.vllm
@@ -30,9 +30,7 @@ def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
         model, folder / "prefill.log", {**tcp, "PDKV_SLEEP": "1"}, **GROWABLE, **nixl_connector("kv_producer")
     )
     decode = EngineProcess(model, folder / "stock.log", tcp, **nixl_connector("kv_consumer", stock=True))
-    with prefill, decode:
-        prefill.wait_ready()
-        decode.wait_ready()
+    with running(prefill, decode):
         yield prefill, decode
 
 

@@ -26,7 +26,7 @@ def refuse(model: Path, tmp_path: Path, environment: dict[str, str] | None = Non
 
 
 def test_without_the_worker_class_the_plugin_is_inert(model: Path, tmp_path: Path) -> None:
-    with EngineProcess(model, tmp_path / "log") as engine:
+    with EngineProcess(model, tmp_path / "log", fresh=True) as engine:
         facts = engine.ask("facts")
     assert facts["wrapped"], "the plug-in was not even loaded, so this shows nothing"
     assert facts["worker_class"] == "CPUWorker"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from ends_pair import ASK, LEASE_S, TIMES
-from engine import GROWABLE, EngineProcess, nixl_connector
+from engine import GROWABLE, EngineProcess, nixl_connector, running
 
 pytestmark = pytest.mark.vllm
 
@@ -27,9 +27,8 @@ def engines(
     folder, extra = tmp_path_factory.mktemp("stock"), {"kv_connector_extra_config": TIMES}
     ours = EngineProcess(model, folder / "ours.log", **GROWABLE, **nixl_connector("kv_both", request.param, **extra))
     config = nixl_connector("kv_both", request.param, stock=True, **extra)
-    with ours, EngineProcess(model, folder / "stock.log", **config) as stock:
-        ours.wait_ready()
-        stock.wait_ready()
+    stock = EngineProcess(model, folder / "stock.log", **config)
+    with running(ours, stock):
         yield ours, stock
 
 
