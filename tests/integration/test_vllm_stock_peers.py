@@ -61,12 +61,12 @@ def test_pdkv_decodes_what_a_stock_engine_has_prefilled(engines: tuple[EnginePro
     assert tokens == [answer["tokens"] for answer in stock.generate(PROMPTS, MAX_TOKENS)]
 
 
+# A pull begins with what prefill has answered.
+@pytest.mark.parametrize("engines", ["Push"], indirect=True)
 def test_a_push_may_be_registered_before_prefill_has_seen_the_request(
-    engines: tuple[EngineProcess, EngineProcess], request: pytest.FixtureRequest
+    engines: tuple[EngineProcess, EngineProcess],
 ) -> None:
     """By whoever routes and names requests itself, with parameters of the stock form, which hold no seal of prefill."""
-    if "Push" not in request.node.name:
-        pytest.skip("a pull begins with what prefill has answered")
     for prefill, decode in (engines, engines[::-1]):
         first_id = next(_ids)
         (first,) = prefill.generate([[7, 8, 9]], 1, [dict(ASK)], first_id)
