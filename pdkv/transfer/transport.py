@@ -56,7 +56,7 @@ class Transfer(ABC):
 
     @property
     def moves_in_poll(self) -> bool:
-        """Whether :meth:`poll` itself moves bytes, a millisecond's worth or so: a pause before the next one is lost."""
+        """Whether :meth:`poll` itself moves or sums bytes, some milliseconds' worth: a pause then is lost."""
         return False
 
     def wait(self, timeout_s: float) -> TransferState:

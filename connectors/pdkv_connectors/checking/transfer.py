@@ -10,7 +10,6 @@ blocks were written again under the transfer, which fails it too, but is no dama
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from pdkv.transfer.base import PostedTransfer, TransportBase
 from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.checks import Connection
 from pdkv.transfer.clock import Clock, SystemClock
-from pdkv.transfer.transport import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, TransferState
+from pdkv.transfer.transport import TransferState
 from pdkv_connectors.checking import wire
 from pdkv_connectors.checking.keeper import Steps, SumKeeper, blocks_of_question, first_difference
 
@@ -86,16 +85,9 @@ class CheckedTransfer(PostedTransfer):
         self._computes = False
         self._steps = self._read(parts) if reads else self._write(parts)
 
-    def wait(self, timeout_s: float) -> TransferState:
-        """As the contract says, without pauses while this side computes."""
-        deadline, pause_s = time.monotonic() + timeout_s, SHORTEST_PAUSE_S
-        while (state := self.poll()) is TransferState.RUNNING and (left := deadline - time.monotonic()) > 0:
-            if self._computes:
-                pause_s = SHORTEST_PAUSE_S
-                continue
-            time.sleep(min(pause_s, left))
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        return state if state is not TransferState.RUNNING else super().wait(0.0)
+    @property
+    def moves_in_poll(self) -> bool:
+        return self._computes or (self.inner is not None and self.inner.moves_in_poll)
 
     def abandon(self) -> bool:
         self._abandoned = True

@@ -125,6 +125,30 @@ def test_a_peer_that_does_not_answer_fails_the_transfer_at_the_deadline(bench: T
         bench.require_moved(())
 
 
+@WAYS
+def test_a_transfer_says_that_polls_move_it_while_it_sums_and_not_while_it_waits_for_the_peer(
+    bench: TransportBench, reads: bool
+) -> None:
+    initiator = transport_of(bench.d if reads else bench.p)
+    initiator.is_silent = True
+    number = bench.post(PAIRS, reads=reads)
+    (transfer,) = initiator._running
+    moved = [transfer.moves_in_poll for _ in range(20) if transfer.poll() == "running"]
+    assert any(moved) != reads, "a WRITE sums before it asks"
+    assert not moved[-1], "the peer has to answer first"
+    CLOCK.now += ANSWER_TIMEOUT_S + 1
+    assert bench.ended(number, reads=reads) == "failed"
+    initiator.is_silent = False
+    number = bench.post(PAIRS, reads=reads)
+    (transfer,) = initiator._running
+    moved = []
+    initiator.on_arrival = moved.clear
+    while transfer.poll() == "running":
+        moved.append(transfer.moves_in_poll)
+    assert any(moved) == reads, "a READ sums what has arrived"
+    assert bench.ended(number, reads=reads) == "done"
+
+
 def test_a_transfer_that_is_abandoned_while_its_owner_is_asked_has_ended(bench: TransportBench) -> None:
     transport_of(bench.d).is_silent = True
     number = bench.post(PAIRS)
