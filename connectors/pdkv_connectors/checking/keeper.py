@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pdkv.kvcache import GrowableKVCache
     from pdkv.transfer.geometry import CacheGeometry
     from pdkv_connectors.ipc.cuda_mover import CudaMover
+    from pdkv_connectors.ipc.sums import PageSums
 
 T = TypeVar("T")
 
@@ -156,13 +157,6 @@ def first_difference(expected: wire.SumArray, found: wire.SumArray) -> int | Non
     return int(wrong[0]) if len(wrong) else None
 
 
-def refused_write() -> TransportError:
-    """What a side without sums hears where it writes to one that is to compare."""
-    return TransportError(
-        "the peer is to compare what it is sent, and no sums are kept here; set `verify` alike on both."
-    )
-
-
 def require_summable(geometry: CacheGeometry) -> None:
     """Refuse a cache whose pages the hash cannot take.
 
@@ -185,7 +179,3 @@ def require_summable(geometry: CacheGeometry) -> None:
                 f"pages of {run.content_nbytes} bytes a head and token do not consist of words of {WORD_NBYTES} bytes, "
                 "so they cannot be summed; leave verification off."
             )
-
-
-if TYPE_CHECKING:
-    from pdkv_connectors.ipc.sums import PageSums

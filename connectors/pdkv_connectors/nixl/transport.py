@@ -12,23 +12,22 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from pdkv.errors import ProtocolError, TransportError
-from pdkv.transfer.base import PostedTransfer, TransportBase
+from pdkv.transfer.base import PostedTransfer
 from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.checks import Connection
 from pdkv.transfer.geometry import CacheGeometry
 from pdkv.transfer.messages import EngineRef, Name
 from pdkv.transfer.runs import copies_for
 from pdkv.transfer.shards import HeadSlice
-from pdkv_connectors.checking.keeper import SumKeeper, refused_write
-from pdkv_connectors.checking.transfer import CheckedTransfer, moving
-from pdkv_connectors.ipc.offers import require_agreed
+from pdkv_connectors.checking.keeper import SumKeeper
+from pdkv_connectors.checking.transfer import moving
+from pdkv_connectors.checking.transport import CheckingTransport
 from pdkv_connectors.nixl.agent import MEMORY, destroy_agent, make_agent, translated
 from pdkv_connectors.nixl.notes import Notes
 from pdkv_connectors.nixl.settings import NixlSettings
@@ -67,7 +66,7 @@ def read_own(own: bytes) -> _Own:
         raise ProtocolError(f"a peer's NIXL metadata is not valid: {error}") from error
 
 
-class NixlTransport(TransportBase[Link]):
+class NixlTransport(CheckingTransport[Link]):
     """See the module's docstring. An agent lives from :meth:`register` to :meth:`unregister`.
 
     Args:
@@ -79,14 +78,12 @@ class NixlTransport(TransportBase[Link]):
     name = "nixl"
 
     def __init__(self, settings: NixlSettings | None = None, *, verify: bool = False) -> None:
-        super().__init__()
-        self.verifies = verify
+        super().__init__(verify=verify)
         self.settings = settings or NixlSettings.from_environment(os.environ)
         #: What the probe found after the last registration; None where it did not run.
         self.verified: Verified | None = None
         self._agent: Any = None
         self._registered: Any = None
-        self._keeper: SumKeeper | None = None
         self._notes: Notes | None = None
 
     @property
@@ -102,20 +99,10 @@ class NixlTransport(TransportBase[Link]):
         if self._notes is not None:
             self._notes.work()
 
-    def offer(self, block_ids: Sequence[int]) -> None:
-        self._require_registered()
-        if self._keeper is not None:
-            self._keeper.offer(block_ids)
-
-    def withdraw(self, block_ids: Sequence[int]) -> None:
-        if self._keeper is not None:
-            self._keeper.withdraw(block_ids)
-
     def describe_state(self) -> dict[str, Any]:
         verified = self.verified
         return {
             **super().describe_state(),
-            "verify": self.verifies,
             "ucx_transport": verified.transport if verified is not None else None,
             "probe_gbps": round(verified.gb_per_s, 3) if verified is not None else None,
         }
@@ -203,7 +190,7 @@ class NixlTransport(TransportBase[Link]):
         if geometry.driver not in MEMORY:
             raise TransportError(f"NIXL cannot reach memory of the peer's driver {geometry.driver!r}; use another one.")
         found = read_own(own)
-        require_agreed(self.verifies, found.verifies)
+        self._require_agreed(found.verifies)
         for known in (*self._connections.all(), *self._leaving):
             if known.link.agent == found.agent:
                 return known.link  # NIXL has the agent already, or has it still
@@ -258,22 +245,9 @@ class NixlTransport(TransportBase[Link]):
         if connection.link.suspect:
             self._poll_running()
             self._renew(connection)
-        if self._keeper is None:
-            if connection.link.verifies and not reads:
-                raise refused_write()
-            return self._move(connection, pairs, reads=reads)
-        return CheckedTransfer(
-            self,
-            connection,
-            pairs,
-            reads=reads,
-            keeper=self._keeper,
-            ask=partial(self._ask, connection.link),
-            move=partial(self._move, connection, pairs, reads=reads),
-        )
+        return self._post_checked(connection, pairs, reads=reads, peer_verifies=connection.link.verifies)
 
     def _move(self, connection: Connection[Link], pairs: Sequence[BlockPair], *, reads: bool) -> NixlTransfer:
-        """Post the transfer of bytes."""
         ours, theirs = self._require_registered()[1], connection.geometry
         copies = copies_for(theirs, ours, pairs) if reads else copies_for(ours, theirs, pairs)
         here, there = (copies.destination, copies.source) if reads else (copies.source, copies.destination)

@@ -17,13 +17,12 @@ import concurrent.futures
 import contextlib
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from pdkv.errors import PdkvError, ProtocolError, TransferTimeoutError, TransportError
-from pdkv.transfer.base import PostedTransfer, TransportBase
+from pdkv.transfer.base import PostedTransfer
 from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.checks import Connection
 from pdkv.transfer.geometry import CacheGeometry
@@ -31,9 +30,9 @@ from pdkv.transfer.messages import Digest, EngineRef
 from pdkv.transfer.runs import copies_for
 from pdkv.transfer.shards import HeadSlice
 from pdkv.transfer.transport import TransferState
-from pdkv_connectors.checking.keeper import SumKeeper, refused_write
-from pdkv_connectors.checking.transfer import CheckedTransfer, moving
-from pdkv_connectors.ipc.offers import require_agreed
+from pdkv_connectors.checking.keeper import SumKeeper
+from pdkv_connectors.checking.transfer import moving
+from pdkv_connectors.checking.transport import CheckingTransport
 from pdkv_connectors.ucx.api import describe_ucx
 from pdkv_connectors.ucx.link import AskingLink
 from pdkv_connectors.ucx.loop import UcxLoop
@@ -81,7 +80,7 @@ def read_own(own: bytes) -> _Own:
         raise ProtocolError(f"a peer's UCX metadata is not valid: {error}") from error
 
 
-class UcxTransport(TransportBase[AskingLink]):
+class UcxTransport(CheckingTransport[AskingLink]):
     """See the module's docstring.
 
     Args:
@@ -92,27 +91,15 @@ class UcxTransport(TransportBase[AskingLink]):
     name = "ucx"
 
     def __init__(self, settings: UcxSettings | None = None, *, verify: bool = False) -> None:
-        super().__init__()
-        self.verifies = verify
+        super().__init__(verify=verify)
         self.settings = settings or UcxSettings()
         self._loop = UcxLoop.shared(self.settings.options)
         self._server: Server | None = None
         self._memory: Memory | None = None
-        self._keeper: SumKeeper | None = None
         self._port = 0
 
-    def offer(self, block_ids: Sequence[int]) -> None:
-        self._require_registered()
-        if self._keeper is not None:
-            self._keeper.offer(block_ids)
-
-    def withdraw(self, block_ids: Sequence[int]) -> None:
-        if self._keeper is not None:
-            self._keeper.withdraw(block_ids)
-
     def describe_state(self) -> dict[str, Any]:
-        found = {"verify": self.verifies, "port": self._port or None}
-        return {**super().describe_state(), **found, **describe_ucx(self._loop.ucx)}
+        return {**super().describe_state(), "port": self._port or None, **describe_ucx(self._loop.ucx)}
 
     # Registration.
 
@@ -174,7 +161,7 @@ class UcxTransport(TransportBase[AskingLink]):
         self, peer: EngineRef, geometry: CacheGeometry, own: bytes, timeout_s: float, heads: HeadSlice | None
     ) -> AskingLink:
         found = read_own(own)
-        require_agreed(self.verifies, found.verifies)
+        self._require_agreed(found.verifies)
         return self._loop.run(self._open(found), timeout_s)
 
     async def _open(self, own: _Own) -> AskingLink:
@@ -197,22 +184,9 @@ class UcxTransport(TransportBase[AskingLink]):
         self, connection: Connection[AskingLink], pairs: Sequence[BlockPair], *, reads: bool
     ) -> PostedTransfer:
         self._require_open(connection)
-        if self._keeper is None:
-            if connection.link.verifies and not reads:
-                raise refused_write()
-            return self._move(connection, pairs, reads=reads)
-        return CheckedTransfer(
-            self,
-            connection,
-            pairs,
-            reads=reads,
-            keeper=self._keeper,
-            ask=lambda body: _UcxAsked(self._loop, connection.link.ask(body)),
-            move=partial(self._move, connection, pairs, reads=reads),
-        )
+        return self._post_checked(connection, pairs, reads=reads, peer_verifies=connection.link.verifies)
 
     def _move(self, connection: Connection[AskingLink], pairs: Sequence[BlockPair], *, reads: bool) -> _UcxTransfer:
-        """Start the transfer of bytes."""
         link, memory = self._require_open(connection)
         ours, theirs = self._require_registered()[1], connection.geometry
         copies = copies_for(theirs, ours, pairs) if reads else copies_for(ours, theirs, pairs)
@@ -223,6 +197,9 @@ class UcxTransport(TransportBase[AskingLink]):
         ask = Ask(0, connection.peer, reads, offsets, nbytes)
         work = link.transfer(ask, memory, here, copies.nbytes)
         return _UcxTransfer(self, connection, copies.total_nbytes, self._loop, work)
+
+    def _ask(self, link: AskingLink, body: bytes) -> _UcxAsked:
+        return _UcxAsked(self._loop, link.ask(body))
 
     def _require_open(self, connection: Connection[AskingLink]) -> tuple[AskingLink, Memory]:
         link, memory = connection.link, self._memory

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from functools import partial
 
 from pdkv.errors import TransportError
 from pdkv.kvcache import GrowableKVCache
@@ -16,7 +15,7 @@ from pdkv.transfer.inproc import InprocTransport
 from pdkv.transfer.messages import EngineRef
 from pdkv.transfer.transport import TransferState
 from pdkv_connectors.checking.keeper import SumKeeper
-from pdkv_connectors.checking.transfer import CheckedTransfer
+from pdkv_connectors.checking.transport import CheckingTransport
 
 
 def nothing() -> None:
@@ -40,7 +39,7 @@ class AskedInproc:
         return None
 
 
-class CheckedInproc(InprocTransport):
+class CheckedInproc(CheckingTransport[str], InprocTransport):
     """See the module's docstring.
 
     Attributes:
@@ -50,29 +49,20 @@ class CheckedInproc(InprocTransport):
         questions: what was asked.
     """
 
-    verifies = True
-
     def __init__(self, *, copies_per_poll: int | None = None, clock: Clock | None = None) -> None:
-        super().__init__(copies_per_poll=copies_per_poll)
+        super().__init__(verify=True, clock=clock)
+        self.copies_per_poll = copies_per_poll
         self.before_move: Callable[[], None] = nothing
         self.on_arrival: Callable[[], None] = nothing
         self.said: Callable[[bytes], bytes] = lambda body: body
         self.is_silent = False
         self.questions: list[bytes] = []
-        self._clock = clock
-        self._keeper: SumKeeper | None = None
 
     @property
     def keeper(self) -> SumKeeper:
         if self._keeper is None:
             raise TransportError("nothing is registered")
         return self._keeper
-
-    def offer(self, block_ids: Sequence[int]) -> None:
-        self.keeper.offer(block_ids)
-
-    def withdraw(self, block_ids: Sequence[int]) -> None:
-        self.keeper.withdraw(block_ids)
 
     def _do_register(self, cache: GrowableKVCache, geometry: CacheGeometry, engine: EngineRef) -> None:
         self._keeper = SumKeeper(cache, geometry, engine, self.counts)
@@ -84,16 +74,7 @@ class CheckedInproc(InprocTransport):
         self._keeper = None
 
     def _do_post(self, connection: Connection[str], pairs: Sequence[BlockPair], *, reads: bool) -> PostedTransfer:
-        return CheckedTransfer(
-            self,
-            connection,
-            pairs,
-            reads=reads,
-            keeper=self.keeper,
-            ask=partial(self._ask, connection.link),
-            move=partial(self._move, connection, pairs, reads=reads),
-            clock=self._clock,
-        )
+        return self._post_checked(connection, pairs, reads=reads, peer_verifies=True)
 
     def _move(self, connection: Connection[str], pairs: Sequence[BlockPair], *, reads: bool) -> PostedTransfer:
         self.before_move()
