@@ -81,7 +81,7 @@ class IpcTransport(TransportBase[Route]):
         drop_timeout_s: float = DROP_TIMEOUT_S,
     ) -> None:
         super().__init__()
-        self.verify = verify
+        self.verifies = verify
         self._is_decoding = is_decoding
         self._programs = programs
         self._fp8_scales = fp8_scales
@@ -93,10 +93,6 @@ class IpcTransport(TransportBase[Route]):
         self._pages: MemoryDriver | None = None
 
     # What P does beside the contract.
-
-    @property
-    def verifies(self) -> bool:
-        return self.verify
 
     def offer(self, block_ids: Sequence[int] | Ids, *, group: int | None = None, after: int | None = None) -> None:
         """Say that blocks are complete, so that peers can read them without asking.
@@ -131,7 +127,7 @@ class IpcTransport(TransportBase[Route]):
     # The contract.
 
     def describe_state(self) -> dict[str, Any]:
-        found = {"verify": self.verify, "holders": self._owner.num_peers if self._owner is not None else 0}
+        found = {"verify": self.verifies, "holders": self._owner.num_peers if self._owner is not None else 0}
         return {**super().describe_state(), **found, "below": "triton" if self._movers else "memoryview"}
 
     def close(self, *, timeout_s: float = 5.0) -> None:
@@ -159,7 +155,7 @@ class IpcTransport(TransportBase[Route]):
         memories: dict[int, GrantedMemory] = {}
         try:
             mover = self._movers[1] if self._movers else None
-            offers = self._offers = Offers(cache, geometry, mover, keeps_sums=self.verify)
+            offers = self._offers = Offers(cache, geometry, mover, keeps_sums=self.verifies)
             memories[0] = GrantedMemory(cache.bytes_reserved, cache.export_fds())
             if offers.sums is not None:
                 memories[1] = offers.sums.export()
@@ -197,20 +193,20 @@ class IpcTransport(TransportBase[Route]):
                 f"the peer's cache is {geometry.driver} memory and this one {ours.driver}; ipc needs both alike."
             )
         address = wire.read_address(own)
-        require_agreed(self.verify, address.verifies)
+        require_agreed(self.verifies, address.verifies)
         scales = self._fp8_scales
         legs = legs_between(geometry, ours, heads, quantize=self._quantizes(geometry, ours))
         if self._movers and any(leg.plan.cuts_columns for group in legs for leg in group):
             raise GeometryError(
                 "pages that hold K by column become blocks of another size on the host only; use equal ones"
             )
-        if self.verify:
+        if self.verifies:
             require_verifiable(legs)
         driver = self._pages if ours.driver == "host" else cache.driver
         link = open_link(address, peer, me, {0: driver, 1: driver, 2: self._pages}, timeout_s)
-        between = Between(link, geometry, ours, legs, scales, self.verify)
+        between = Between(link, geometry, ours, legs, scales, self.verifies)
         try:
-            require_backed(geometry, link.memories, verify=self.verify)
+            require_backed(geometry, link.memories, verify=self.verifies)
             route = (
                 CudaRoute(between, cache.address, self._movers[0])
                 if self._movers
