@@ -71,8 +71,8 @@ def test_the_probe_reads_right_and_names_what_ucx_used(record: Callable[..., Any
         cache.commit(1024)
         owner = NixlTransport(NixlSettings(probe="always"))
         owner.register(cache, EngineRef("P", 1))
-        assert owner.verified is not None
-        assert owner.verified.edges == 16
-        assert owner.verified.transport != "unknown"
-        record("nixl_probe", gb_per_s=owner.verified.gb_per_s, transport=owner.verified.transport)
+        assert owner.probed is not None
+        assert owner.probed.edges == 16
+        assert owner.probed.transport != "unknown"
+        record("nixl_probe", gb_per_s=owner.probed.gb_per_s, transport=owner.probed.transport)
         owner.close()

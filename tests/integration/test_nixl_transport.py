@@ -20,9 +20,9 @@ from pdkv.transfer.transport import Transfer, TransferState
 
 pytest.importorskip("nixl", reason="NIXL is not installed; make test installs it")
 
+from pdkv_connectors.nixl.probe_extents import probe_extents
 from pdkv_connectors.nixl.settings import NixlSettings
 from pdkv_connectors.nixl.transport import NixlTransport
-from pdkv_connectors.nixl.verify import verify_extents
 
 pytestmark = pytest.mark.nixl
 
@@ -170,8 +170,8 @@ def test_the_probe_compares_every_edge_and_names_what_ucx_used(cache: Cache) -> 
     probed = cache(64, 128)
     owner.register(probed, P)
     state = owner.describe_state()
-    assert owner.verified is not None
-    assert owner.verified.edges == 16
+    assert owner.probed is not None
+    assert owner.probed.edges == 16
     assert state["ucx_transport"] not in (None, "unknown")
     assert state["slow_probes"] == 1, "an impossible bandwidth was asked for, and missing it is a warning"
     assert not any(view.any() for view in probed.committed_views().values()), "the noise is gone"
@@ -188,7 +188,7 @@ def test_I13_a_peer_that_reads_other_bytes_is_an_error(pair: tuple[NixlTransport
             return getattr(elsewhere if name == "raw_tensor" else p.cache, name)
 
     with pytest.raises(TransportError, match=r"other bytes than the KV cache holds, at 16 of 16 edges"):
-        verify_extents(p.agent, ShowsOtherMemory(), "DRAM", timeout_s=60)  # type: ignore[arg-type]
+        probe_extents(p.agent, ShowsOtherMemory(), "DRAM", timeout_s=60)  # type: ignore[arg-type]
 
 
 def test_I13_a_probe_that_is_too_slow_may_be_an_error_and_leaves_nothing_registered(cache: Cache) -> None:

@@ -30,13 +30,13 @@ from pdkv_connectors.checking.transfer import moving
 from pdkv_connectors.checking.transport import CheckingTransport
 from pdkv_connectors.nixl.agent import MEMORY, destroy_agent, make_agent, translated
 from pdkv_connectors.nixl.notes import Notes
+from pdkv_connectors.nixl.probe_extents import probe_extents
 from pdkv_connectors.nixl.settings import NixlSettings
 from pdkv_connectors.nixl.transfers import Link, NixlAsked, NixlTransfer
-from pdkv_connectors.nixl.verify import verify_extents
 
 if TYPE_CHECKING:
     from pdkv.kvcache import GrowableKVCache
-    from pdkv_connectors.nixl.verify import Verified
+    from pdkv_connectors.nixl.probe_extents import ProbedExtents
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class NixlTransport(CheckingTransport[Link]):
         super().__init__(verify=verify)
         self.settings = settings or NixlSettings.from_environment(os.environ)
         #: What the probe found after the last registration; None where it did not run.
-        self.verified: Verified | None = None
+        self.probed: ProbedExtents | None = None
         self._agent: Any = None
         self._registered: Any = None
         self._notes: Notes | None = None
@@ -100,11 +100,11 @@ class NixlTransport(CheckingTransport[Link]):
             self._notes.work()
 
     def describe_state(self) -> dict[str, Any]:
-        verified = self.verified
+        probed = self.probed
         return {
             **super().describe_state(),
-            "ucx_transport": verified.transport if verified is not None else None,
-            "probe_gbps": round(verified.gb_per_s, 3) if verified is not None else None,
+            "ucx_transport": probed.transport if probed is not None else None,
+            "probe_gbps": round(probed.gb_per_s, 3) if probed is not None else None,
         }
 
     # Registration.
@@ -117,7 +117,7 @@ class NixlTransport(CheckingTransport[Link]):
         try:
             with translated(f"register {len(extents)} extents"):
                 self._registered = self._agent.register_memory(extents, memory)
-            self.verified = self._verify(cache, memory) if self._is_to_probe(memory) else None
+            self.probed = self._probe(cache, memory) if self._is_to_probe(memory) else None
             if self.verifies:
                 self._keeper = SumKeeper(cache, geometry, engine, self.counts)
                 self._notes = Notes(self._agent, self._keeper.answer, self._known_agents)
@@ -131,21 +131,21 @@ class NixlTransport(CheckingTransport[Link]):
             return memory == "VRAM" and memory not in _probed
         return self.settings.probe == "always"
 
-    def _verify(self, cache: GrowableKVCache, memory: str) -> Verified:
-        verified = verify_extents(self._agent, cache, memory, timeout_s=self.settings.probe_timeout_s)
+    def _probe(self, cache: GrowableKVCache, memory: str) -> ProbedExtents:
+        probed = probe_extents(self._agent, cache, memory, timeout_s=self.settings.probe_timeout_s)
         _probed.add(memory)
-        logger.info("NIXL probe: %s", verified)
+        logger.info("NIXL probe: %s", probed)
         least_gbps = self.settings.least_gbps(memory)
-        if verified.gb_per_s < least_gbps:
+        if probed.gb_per_s < least_gbps:
             problem = (
-                f"a peer reads only {verified.gb_per_s:.2f} GB/s from the KV cache by {verified.transport}, at least "
+                f"a peer reads only {probed.gb_per_s:.2f} GB/s from the KV cache by {probed.transport}, at least "
                 f"{least_gbps:g} GB/s are wanted; see which UCX transports work here (UCX_TLS)."
             )
             if self.settings.on_slow == "fail":
                 raise TransportError(problem)
             self.counts["slow_probes"] += 1
             logger.warning("%s", problem)
-        return verified
+        return probed
 
     def _do_unregister(self) -> None:
         if self._notes is not None:

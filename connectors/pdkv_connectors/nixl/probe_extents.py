@@ -22,7 +22,7 @@ EDGE_NBYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class ProbedExtents:
     """What a second process read: `edges` ranges that were right, and the bandwidth of one large READ in GB/s."""
 
     edges: int
@@ -33,7 +33,7 @@ class Verified:
         return f"{self.edges} edges of extents read right, {self.gb_per_s:.2f} GB/s by {self.transport}"
 
 
-def verify_extents(agent: Any, cache: GrowableKVCache, memory: str, *, timeout_s: float) -> Verified:
+def probe_extents(agent: Any, cache: GrowableKVCache, memory: str, *, timeout_s: float) -> ProbedExtents:
     """Have another process read the first and the last bytes of each extent, and the largest extent for its bandwidth.
 
     Bytes that are all zero, as in a fresh cache, are replaced by noise meanwhile: zeros could come from anywhere. So
@@ -61,7 +61,7 @@ def verify_extents(agent: Any, cache: GrowableKVCache, memory: str, *, timeout_s
             f"a peer read other bytes than the KV cache holds, at {len(wrong)} of {len(edges)} edges of extents (first "
             f"at byte {wrong[0][0]}), by {report.transport}; NIXL does not reach this memory, so use another transport."
         )
-    return Verified(len(edges), report.gb_per_s, report.transport)
+    return ProbedExtents(len(edges), report.gb_per_s, report.transport)
 
 
 def edges_of(cache: GrowableKVCache) -> tuple[tuple[int, int], ...]:
