@@ -10,45 +10,20 @@ from contextlib import ExitStack
 from math import ceil
 from typing import Any
 
-import numpy as np
 import torch
 from _decode_steps import STEPS, Decoding
-from _transfer_cache import PAGE_NBYTES_OF_TOKEN, build, require_moved
+from _transfer_cache import build, require_moved
+from _transfer_ipc_reader import BLOCK_NBYTES, LAYERS, TIMEOUT_S, TOKENS, Reader, scattered
 from _transfer_rows import Row, bandwidth_share, interleaved, reference, time_ratio, within
 
 from pdkv.kvcache import GrowableKVCache
 from pdkv.testing.child import Child
-from pdkv.transfer.messages import EngineRef
 from pdkv.transfer.transport import Transfer
-from pdkv_connectors.ipc import BlockColumns, IpcTransport
+from pdkv_connectors.ipc import BlockColumns
 from pdkv_connectors.ipc.transport import THROTTLED_PROGRAMS
 
-LAYERS = 32
-TOKENS = 16
-BLOCK_NBYTES = LAYERS * TOKENS * PAGE_NBYTES_OF_TOKEN  # 1 MiB: 32 KiB in each layer
-TIMEOUT_S = 20.0
 SWEEP = (16, 32, 64, 132)
 NUM_STEPS = 300
-
-
-class Reader:
-    """D: a transport over a cache of its own or shared, connected to the owner."""
-
-    def __init__(self, cache: GrowableKVCache, owner: dict[str, Any], **options: Any) -> None:
-        self.transport = IpcTransport(**options)
-        self.transport.register(cache, EngineRef("reader", 1))
-        self.peer = EngineRef("owner", owner["generation"])
-        self.transport.connect(self.peer, bytes.fromhex(owner["metadata"]), timeout_s=TIMEOUT_S)
-
-    def read(self, pairs: BlockColumns) -> None:
-        transfer = self.transport.read(self.peer, pairs)
-        if transfer.wait(TIMEOUT_S) != "done":
-            raise SystemExit(f"transfer: {transfer.reason}")
-
-
-def scattered(units: int, count: int, seed: int) -> np.ndarray[Any, Any]:
-    """`count` of `units` ids at random."""
-    return np.random.default_rng(seed).permutation(units)[:count].astype(np.int32)
 
 
 def cuda_rows(owner: Child, quick: bool, say: Callable[[str], None]) -> Iterator[Row]:

@@ -7,16 +7,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from _transfer_beside import MOONCAKE, NIXL, Start, others
-from _transfer_cache import PAGE_NBYTES_OF_TOKEN, build, require_moved
-from _transfer_cuda import Reader, scattered
+from _transfer_cache import build, require_moved
+from _transfer_ipc_reader import BLOCK_NBYTES, LAYERS, TOKENS, Reader, scattered
 from _transfer_rows import Row, bandwidth_share, interleaved, reference, time_ratio
 
 from pdkv.testing.child import Child
 from pdkv_connectors.ipc import BlockColumns
-
-LAYERS = 32
-TOKENS = 16
-BLOCK_NBYTES = LAYERS * TOKENS * PAGE_NBYTES_OF_TOKEN
 
 
 def host_rows(owner: Child, start: Start, quick: bool, say: Callable[[str], None]) -> list[Row]:
@@ -61,6 +57,6 @@ def host_rows(owner: Child, start: Start, quick: bool, say: Callable[[str], None
     ]
     for name, target in ((NIXL, 1.8), (MOONCAKE, None)):
         if name in times:
-            other = reference(f"{name}, the same blocks", times[name], nbytes)
-            rows += [other, bandwidth_share(f"ipc beside {name}", times["plain"], other, target, nbytes)]
+            theirs = reference(f"{name}, the same blocks", times[name], nbytes)
+            rows += [theirs, bandwidth_share(f"ipc beside {name}", times["plain"], theirs, target, nbytes)]
     return rows
