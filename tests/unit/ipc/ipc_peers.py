@@ -1,4 +1,4 @@
-"""Pairs of processes with ipc transports, for the tests on the host and on CUDA."""
+"""Pairs with ipc transports: of processes, for the tests on the host and on CUDA, and within this one on the host."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pdkv.testing.child import Child
+from pdkv.testing.transports.side import TransportSide
+from pdkv_connectors.ipc import IpcTransport
 
 HERE = Path(__file__).parent
 DEADLINE_S = 30.0
@@ -83,3 +85,16 @@ def until(what: Callable[[], Any], wanted: Callable[[Any], bool]) -> Any:
     while not wanted(found := what()) and time.monotonic() < end:
         time.sleep(0.02)
     return found
+
+
+@contextmanager
+def registered(page_nbytes: int = 8192, *, layers: int = 3) -> Iterator[tuple[TransportSide, TransportSide]]:
+    """P and D in this process, each with a cache that is registered; they do not know each other."""
+    p, d = (TransportSide(lambda: IpcTransport(drop_timeout_s=2.0)) for _ in range(2))
+    for name, side in (("P", p), ("D", d)):
+        side.do_open()
+        side.do_build(page_nbytes, layers=layers)
+        side.do_register(name, 1)
+    yield p, d
+    for side in (p, d):
+        side.do_finish()

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
-from ipc_peers import until
+from ipc_peers import registered, until
 
 from pdkv.testing.transports.side import TransportSide
 from pdkv_connectors.ipc import IpcTransport, wire
@@ -30,14 +30,8 @@ BLOCKS = [[0, block, 39 - block] for block in range(40)]
 @pytest.fixture
 def pair() -> Iterator[tuple[TransportSide, TransportSide]]:
     """P and D, both registered."""
-    sides = tuple(TransportSide(lambda: IpcTransport(drop_timeout_s=2.0)) for _ in range(2))
-    for name, side in zip("PD", sides, strict=True):
-        side.do_open()
-        side.do_build(8192)
-        side.do_register(name, 1)
-    yield sides[0], sides[1]
-    for side in sides:
-        side.do_finish()
+    with registered() as sides:
+        yield sides
 
 
 def address_of(side: TransportSide) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
-from ipc_peers import until
+from ipc_peers import registered, until
 
 from pdkv.errors import ProtocolError
 from pdkv.testing.transports.side import TransportSide
@@ -28,14 +28,8 @@ Change = Callable[[CacheGeometry], CacheGeometry]
 
 @pytest.fixture
 def pair() -> Iterator[tuple[TransportSide, TransportSide]]:
-    sides = tuple(TransportSide(lambda: IpcTransport(drop_timeout_s=2.0)) for _ in range(2))
-    for name, side in zip("PD", sides, strict=True):
-        side.do_open()
-        side.do_build(8192)
-        side.do_register(name, 1)
-    yield sides[0], sides[1]
-    for side in sides:
-        side.do_finish()
+    with registered() as sides:
+        yield sides
 
 
 def of_first_layer(**changes: int) -> Change:

@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from ipc_peers import registered
 
 from pdkv.testing.transports.side import TransportSide
 from pdkv.transfer.transport import TransferState
-from pdkv_connectors.ipc import IpcTransport
 from pdkv_connectors.ipc.transfers import IpcTransfer
 
 pytestmark = pytest.mark.cpu
@@ -21,16 +21,10 @@ MANY = [[0, block, 39 - block] for block in range(40)]  # 40 MiB
 @pytest.fixture
 def pair() -> Iterator[tuple[TransportSide, TransportSide]]:
     """P, which has offered all of its blocks, and D, connected to it."""
-    p, d = (TransportSide(lambda: IpcTransport(drop_timeout_s=2.0)) for _ in range(2))
-    for name, side in (("P", p), ("D", d)):
-        side.do_open()
-        side.do_build(PAGE_NBYTES, layers=LAYERS)
-        side.do_register(name, 1)
-    p.transport.offer(range(40))
-    d.do_connect("P", 1, p.do_describe())
-    yield p, d
-    for side in (p, d):
-        side.do_finish()
+    with registered(PAGE_NBYTES, layers=LAYERS) as (p, d):
+        p.transport.offer(range(40))
+        d.do_connect("P", 1, p.do_describe())
+        yield p, d
 
 
 def post(d: TransportSide, pairs: list[list[int]]) -> IpcTransfer:
