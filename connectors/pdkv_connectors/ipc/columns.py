@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from pdkv.transfer.blocks import BlockPair
 
 Ids = npt.NDArray[np.int32]
+Numbers = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 FEW = 32
 """Up to so many ids Python's own loops cost less than numpy's calls, each of which takes a microsecond or more."""
@@ -25,7 +26,7 @@ class BlockColumns(Sequence[BlockPair]):
         group: their KV-cache group.
     """
 
-    def __init__(self, source: Sequence[int] | Ids, destination: Sequence[int] | Ids, group: int = 0) -> None:
+    def __init__(self, source: Numbers, destination: Numbers, group: int = 0) -> None:
         self.source = np.asarray(source, np.int32)
         self.destination = np.asarray(destination, np.int32)
         self.group = group

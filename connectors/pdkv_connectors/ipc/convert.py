@@ -106,4 +106,5 @@ def column_units(view: torch.Tensor, unit: int, item_nbytes: int) -> tuple[torch
 
 def unit_view(view: torch.Tensor, unit: int, first_head: int, heads: int) -> torch.Tensor:
     """``[B, heads, units of a block, unit, C]`` over ``[B, H, N, C]``, the heads being a slice."""
-    return view.narrow(1, first_head, heads).unflatten(2, (-1, unit))
+    units: torch.Tensor = view.narrow(1, first_head, heads).unflatten(2, (-1, unit))
+    return units

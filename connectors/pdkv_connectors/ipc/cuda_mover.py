@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.transfer.messages import MAX_GROUPS
+from pdkv.transfer.blocks import MAX_GROUPS
 from pdkv_connectors.ipc.compiled import COPY_WARPS, SUM_WARPS, CompiledKernel, Launch
 from pdkv_connectors.ipc.constants import Constants, copy_constants, sum_constants
 from pdkv_connectors.ipc.cuda_calls import CudaCalls

@@ -243,7 +243,8 @@ class IpcTransport(TransportBase[Route]):
             columns = []
         if are_within(columns, len(route.legs), route.source_units, route.destination_units):
             return
-        for part in columns or [pairs]:
+        parts: Sequence[Sequence[BlockPair]] = columns or [pairs]
+        for part in parts:
             group = part.group if isinstance(part, BlockColumns) and part.group < len(route.legs) else 0
             require_pairs(
                 list(part),
