@@ -109,3 +109,51 @@ def test_a_peers_address_with_no_port_is_refused_when_it_is_written_and_not_when
     assert not (tmp_path / "peers").exists()
     assert main([*allow, "10.0.0.7:5600"]) == 0
     assert str(read_peers(tmp_path / "peers")[0].address) == "10.0.0.7:5600"
+
+
+def test_peers_that_are_allowed_at_the_same_time_are_all_in_the_file(tmp_path: Path) -> None:
+    peers = tmp_path / "peers"
+    script = (
+        "import sys; from pdkv.keys.cli import main; print('ready', flush=True); sys.stdin.readline(); sys.exit("
+        "max(main(['allow', sys.argv[1], bytes([int(sys.argv[2]), n] * 16).hex(), '--name', f'{sys.argv[2]}-{n}'])"
+        " for n in range(50)))"
+    )
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(peers), str(number)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in (1, 2)
+    ]
+    for writer in writers:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+    for writer in writers:
+        writer.communicate(timeout=60)
+        assert writer.returncode == 0
+    assert sorted(entry.name for entry in read_peers(peers)) == sorted(f"{w}-{n}" for w in (1, 2) for n in range(50))
+
+
+def test_an_engine_of_another_user_can_still_read_its_peers_file_where_it_lies(tmp_path: Path) -> None:
+    (tmp_path / "where").mkdir()
+    real, link = tmp_path / "where" / "peers", tmp_path / "peers"
+    real.write_text("# ours\n")
+    real.chmod(0o604)
+    link.symlink_to(real)
+    assert main(["allow", str(link), KeyPair.generate().public.hex(), "--name", "p"]) == 0
+    assert link.is_symlink()
+    assert [entry.name for entry in read_peers(real)] == ["p"]
+    assert stat.S_IMODE(real.stat().st_mode) == 0o604
+
+
+def test_what_is_no_regular_file_is_not_replaced_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "peers")
+    assert main(["allow", str(tmp_path / "peers"), KeyPair.generate().public.hex(), "--name", "p"]) == 2
+    assert "is no regular file" in capsys.readouterr().err
+    assert (tmp_path / "peers").is_fifo()
