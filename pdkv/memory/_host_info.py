@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from pdkv.errors import DriverError
 from pdkv.memory.driver import MemoryInfo
 
 # A cgroup is also charged for the page tables and index nodes of what it maps, about 0.5 % of it, and for the heap of
@@ -30,7 +32,7 @@ class Mapping:
 def mappings() -> list[Mapping]:
     """All mappings of the process, in address order."""
     found = []
-    for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
+    for line in _read(Path("/proc/self/maps")).splitlines():
         addresses, _, offset, _, inode, *_ = line.split(maxsplit=5)
         start, _, end = addresses.partition("-")
         found.append(Mapping(int(start, 16), int(end, 16), int(offset, 16), int(inode)))
@@ -39,12 +41,12 @@ def mappings() -> list[Mapping]:
 
 def count_mappings() -> int:
     """How many mappings the process has; Linux allows `vm.max_map_count` of them."""
-    return Path("/proc/self/maps").read_bytes().count(b"\n")
+    return _read(Path("/proc/self/maps")).count("\n")
 
 
 def max_mappings() -> int:
     """The kernel's limit on mappings per process."""
-    return int(Path("/proc/sys/vm/max_map_count").read_text())
+    return int(_read(Path("/proc/sys/vm/max_map_count")))
 
 
 def memory_info(proc: Path = Path("/proc")) -> MemoryInfo:
@@ -129,6 +131,16 @@ def _statistic(path: Path, name: str) -> int:
 def _lines(path: Path) -> list[str]:
     """The lines of a file; none where a kernel or a sandbox has no such file."""
     try:
-        return path.read_text().splitlines()
+        return _read(path).splitlines()
     except FileNotFoundError:
         return []
+
+
+def _read(path: Path) -> str:
+    """Raises DriverError where the process has no descriptor left, which is nobody's mistake about the file."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise DriverError(f"no file descriptor is left to read {path}; raise `ulimit -n`") from error
+        raise

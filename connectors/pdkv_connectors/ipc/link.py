@@ -95,7 +95,7 @@ class Link:
             return  # closed since it was found to have something to read
         try:
             received = wire.receive(self._connection)
-        except (OSError, ProtocolError) as error:
+        except (OSError, ProtocolError, TransportError) as error:
             logger.warning("The ipc connection to engine %r is lost: %s", self._peer.engine_id, error)
             received = None
         message, fds = received if received is not None else (None, ())
@@ -144,12 +144,8 @@ def open_link(
             mapped here, as that of a card that this one has no peer access to.
         TransferTimeoutError: it did not answer in time.
     """
-    if address.machine != wire.machine_id():
-        raise TransportError(
-            "the peer is on another machine, whose memory cannot be mapped here; use another transport."
-        )
     deadline = time.monotonic() + timeout_s
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = _socket_for(address)
     memories: dict[int, ImportedMemory] = {}
     try:
         connection.settimeout(timeout_s)
@@ -182,6 +178,15 @@ def open_link(
         if isinstance(error, OSError):
             raise TransportError(f"engine {peer.engine_id!r} cannot be reached on this machine: {error}") from error
         raise
+
+
+def _socket_for(address: wire.Address) -> socket.socket:
+    try:
+        if address.machine == wire.machine_id():
+            return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:
+        raise TransportError(f"no connection to a peer can be opened here: {error}; see `ulimit -n`.") from error
+    raise TransportError("the peer is on another machine, whose memory cannot be mapped here; use another transport.")
 
 
 class _Grants:

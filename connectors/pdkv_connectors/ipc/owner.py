@@ -86,15 +86,14 @@ class Owner:
         self._peers: dict[socket.socket, str] = {}
         self._changed = threading.Condition()
         self._dropping = False
+        machine = wire.machine_id()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         name = f"pdkv-ipc-{os.getpid()}-{secrets.token_hex(8)}"
         self._listener.bind("\0" + name)
         self._listener.listen(_BACKLOG)
         self._listener.setblocking(False)  # who asked may have gone before he is let in
         verifies = 1 in memories
-        self.address = wire.Address(
-            wire.VERSION, wire.machine_id(), name, secrets.token_bytes(wire.KEY_NBYTES), verifies
-        )
+        self.address = wire.Address(wire.VERSION, machine, name, secrets.token_bytes(wire.KEY_NBYTES), verifies)
         loop.add(self._listener, self._accept)
 
     @property

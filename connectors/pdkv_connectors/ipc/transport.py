@@ -150,8 +150,14 @@ class IpcTransport(TransportBase[Route]):
             from pdkv_connectors.ipc.cuda_mover import CudaMover
 
             self._movers = [CudaMover(cache.driver.device_id) for _ in range(2)]
-        self._loop = self._loop or Loop()
-        self._pages = self._pages or open_driver("host", granule=_PAGE_NBYTES)
+        try:
+            self._loop = self._loop or Loop()
+            self._pages = self._pages or open_driver("host", granule=_PAGE_NBYTES)
+            self._owner = self._own(cache, geometry, engine, self._loop)
+        except OSError as error:
+            raise TransportError(f"the ipc transport cannot listen to peers: {error}; see `ulimit -n`.") from error
+
+    def _own(self, cache: GrowableKVCache, geometry: CacheGeometry, engine: EngineRef, loop: Loop) -> Owner:
         memories: dict[int, GrantedMemory] = {}
         try:
             mover = self._movers[1] if self._movers else None
@@ -160,12 +166,12 @@ class IpcTransport(TransportBase[Route]):
             if offers.sums is not None:
                 memories[1] = offers.sums.export()
             memories[2] = offers.board.export()
+            return Owner(loop, engine, memories, offers.make_ready, Counters(self._count))
         except BaseException:
             for memory in memories.values():
                 memory.close()
             self._close_offers()
             raise
-        self._owner = Owner(self._loop, engine, memories, offers.make_ready, Counters(self._count))
 
     def _do_unregister(self) -> None:
         if self._owner is not None:

@@ -145,6 +145,7 @@ def receive(connection: socket.socket) -> tuple[Message, tuple[int, ...]] | None
 
     Raises:
         ProtocolError: it is not valid; its descriptors were closed.
+        TransportError: this process cannot take as many descriptors; those that came were closed.
         OSError: nothing came in time.
     """
     data, found, flags, _ = socket.recv_fds(connection, MAX_PACKET_NBYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
@@ -153,6 +154,8 @@ def receive(connection: socket.socket) -> tuple[Message, tuple[int, ...]] | None
         close_all(fds)
         return None
     try:
+        if flags & socket.MSG_CTRUNC and len(fds) < MAX_FDS:
+            raise TransportError("no file descriptor is left for what a peer hands over; raise `ulimit -n`.")
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise ProtocolError(
                 f"a packet of more than {MAX_PACKET_NBYTES} bytes or {MAX_FDS} descriptors; it is refused."
@@ -163,7 +166,7 @@ def receive(connection: socket.socket) -> tuple[Message, tuple[int, ...]] | None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         close_all(fds)
         raise ProtocolError(f"an ipc message is not valid: {error}") from error
-    except ProtocolError:
+    except (ProtocolError, TransportError):
         close_all(fds)
         raise
     return message, fds
@@ -190,8 +193,12 @@ def require_same_user(connection: socket.socket) -> None:
 
 
 def machine_id() -> str:
-    """Tells this machine, since it was started, from every other."""
-    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+    """Tells this machine, since it was started, from every other.
+
+    Raises:
+        OSError: it cannot be told now, as where no descriptor is left. The name of the host would be another answer.
+    """
+    with suppress(FileNotFoundError, PermissionError), open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
     return socket.gethostname()
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from ipc_peers import registered, until
 
+from pdkv.errors import PdkvError, TransportError
 from pdkv.testing.transports.side import TransportSide
 from pdkv_connectors.ipc import IpcTransport, wire
 from pdkv_connectors.ipc.owner import ACCEPT_PAUSE_S
@@ -24,6 +25,7 @@ from pdkv_connectors.ipc.owner import ACCEPT_PAUSE_S
 pytestmark = pytest.mark.cpu
 
 NOBODY = 65534
+OF_THE_LOOP = 3  # its selector and both ends of its wake-up, which stay until the transport is closed
 BLOCKS = [[0, block, 39 - block] for block in range(40)]
 
 
@@ -51,8 +53,8 @@ def assert_d_can_read(p: TransportSide, d: TransportSide) -> None:
 
 
 @contextmanager
-def no_descriptor_left() -> Iterator[None]:
-    """Until it is left, this process can open nothing."""
+def descriptors_left(number: int) -> Iterator[None]:
+    """Until it is left, this process can open so many files and no more."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(name) for name in os.listdir("/proc/self/fd")) + 8, most))
@@ -60,6 +62,8 @@ def no_descriptor_left() -> Iterator[None]:
         with suppress(OSError):
             while True:
                 taken.append(os.open("/dev/null", os.O_RDONLY))
+        for _ in range(number):
+            os.close(taken.pop())
         yield
     finally:
         for fd in taken:
@@ -72,7 +76,7 @@ def test_a_lack_of_descriptors_is_waited_out_counted_and_said_once(
 ) -> None:
     p, d = pair
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as early:
-        with caplog.at_level(logging.WARNING), no_descriptor_left():
+        with caplog.at_level(logging.WARNING), descriptors_left(0):
             begin = time.monotonic()
             early.connect(address_of(p))
             until(lambda: count(p, "accepts_failed"), lambda failed: failed >= 3)
@@ -81,6 +85,36 @@ def test_a_lack_of_descriptors_is_waited_out_counted_and_said_once(
         assert tries <= took_s / ACCEPT_PAUSE_S + 1, "it pauses between"
         assert caplog.text.count("Too many open files") == 1
         assert_d_can_read(p, d)
+
+
+@pytest.mark.parametrize("number", range(14))
+def test_a_cache_is_registered_with_few_descriptors_or_refused_in_a_sentence_and_none_is_lost(number: int) -> None:
+    side = TransportSide(lambda: IpcTransport())
+    side.do_open()
+    side.do_build(8192)
+    before = len(os.listdir("/proc/self/fd"))
+    refused = ""
+    try:
+        with descriptors_left(number):
+            side.do_register("P", 1)
+    except PdkvError as error:
+        refused = str(error)
+    assert "ulimit -n" in refused or number > 10
+    if refused:
+        assert len(os.listdir("/proc/self/fd")) <= before + OF_THE_LOOP
+        side.do_register("P", 1)
+    side.do_finish()
+
+
+@pytest.mark.parametrize("number", [0, 2, 3, 4])
+def test_a_peer_that_cannot_be_connected_to_for_lack_of_descriptors_is_not_called_a_stranger(
+    pair: tuple[TransportSide, TransportSide], number: int
+) -> None:
+    p, d = pair
+    metadata = p.do_describe()
+    with descriptors_left(number), pytest.raises(TransportError, match="ulimit -n"):
+        d.do_connect("P", 1, metadata)
+    assert_d_can_read(p, d)
 
 
 def test_who_goes_away_before_he_is_let_in_keeps_nobody_out(
