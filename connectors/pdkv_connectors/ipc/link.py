@@ -82,6 +82,12 @@ class Link:
                 self._tickets.pop(ticket, None)
             return said
 
+    def forget(self, tickets: Sequence[int]) -> None:
+        """Nobody looks for these answers any more; they may still come."""
+        with self.lock:
+            for ticket in tickets:
+                self._tickets.pop(ticket, None)
+
     def close(self) -> None:
         """Let go of the memory, then of the connection. Idempotent; from any thread."""
         self._let_go()

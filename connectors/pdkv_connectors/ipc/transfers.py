@@ -6,11 +6,13 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pdkv.errors import PdkvError
+from pdkv.errors import PdkvError, TransferTimeoutError
 from pdkv.transfer.base import PostedTransfer
 from pdkv.transfer.checks import Connection
+from pdkv.transfer.clock import Clock, SystemClock
 from pdkv.transfer.transport import TransferState
 from pdkv_connectors.ipc.columns import BlockColumns
+from pdkv_connectors.ipc.offers import SUM_TIMEOUT_S
 from pdkv_connectors.ipc.route import Route, Running
 
 if TYPE_CHECKING:
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 
 SPIN_S = 2e-3
 """So long :meth:`IpcTransfer.wait` looks without a pause: a sleep takes 60 µs at least, as a copy of 128 MiB does."""
+
+ANSWER_TIMEOUT_S = SUM_TIMEOUT_S + 10.0
+"""How long P has for each answer: it sums first, and may have to sum for another peer before."""
 
 
 class IpcTransfer(PostedTransfer):
@@ -30,6 +35,8 @@ class IpcTransfer(PostedTransfer):
         columns: Sequence[BlockColumns],
         programs: int | None,
     ) -> None:
+        self._clock: Clock = SystemClock()
+        self._answer_by = 0.0
         self._route = connection.link
         super().__init__(transport, connection, self._route.nbytes(columns))
         self._columns = columns
@@ -52,6 +59,7 @@ class IpcTransfer(PostedTransfer):
                 self._running = self._route.start(self._columns, self._programs)
                 return
         self._transport.counts["offers_asked"] += 1
+        self._answer_by = self._clock.monotonic() + ANSWER_TIMEOUT_S
         for group, blocks in missing:
             self._tickets += link.ask_for(group, blocks)
 
@@ -69,6 +77,10 @@ class IpcTransfer(PostedTransfer):
     def cancel(self) -> None:
         """Start nothing any more."""
         self._canceled = True
+
+    def end(self, state: TransferState, reason: str = "") -> None:
+        self._route.link.forget(self._tickets)
+        super().end(state, reason)
 
     def abandon(self) -> bool:
         # On the host nothing moves but in poll(), and nothing at all while P is asked.
@@ -114,11 +126,17 @@ class IpcTransfer(PostedTransfer):
         while self._tickets:
             said = link.answer(self._tickets[-1])
             if said is None:
+                if self._clock.monotonic() > self._answer_by:
+                    raise TransferTimeoutError(
+                        f"the peer has not answered for {ANSWER_TIMEOUT_S:g} s that its blocks are complete; see "
+                        "whether its engine runs."
+                    )
                 return False
             if said:
                 self.reason = f"the peer cannot offer these blocks: {said}"
                 return False
             self._tickets.pop()
+            self._answer_by = self._clock.monotonic() + ANSWER_TIMEOUT_S
         with link.lock:
             link.require_open()
             self._running = self._route.start(self._columns, self._programs)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from ipc_peers import registered
 
 from pdkv.testing.transports.side import TransportSide
 from pdkv.transfer.transport import TransferState
-from pdkv_connectors.ipc.transfers import IpcTransfer
+from pdkv_connectors.ipc import IpcTransport
+from pdkv_connectors.ipc.transfers import ANSWER_TIMEOUT_S, IpcTransfer
 
 pytestmark = pytest.mark.cpu
 
@@ -59,3 +62,48 @@ def test_the_sums_of_one_block_of_many_layers_take_a_few_polls(pair: tuple[Trans
     while transfer.poll() is TransferState.RUNNING:
         polls += 1
     assert polls <= 2 + LAYERS * PAGE_NBYTES // 2**20
+
+
+class LaterClock:
+    """So many seconds later than it is."""
+
+    def __init__(self, by_s: float) -> None:
+        self._by_s = by_s
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._by_s
+
+
+@contextmanager
+def answers_nobody(side: TransportSide) -> Iterator[None]:
+    """The thread that answers peers is at something else."""
+    assert isinstance(side.transport, IpcTransport)
+    assert side.transport._loop is not None
+    go_on = threading.Event()
+    side.transport._loop._soon(lambda: go_on.wait(30))
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+@pytest.mark.parametrize("how", ["its time is over", "it is abandoned"])
+def test_I12_a_transfer_whose_owner_does_not_answer_ends_and_leaves_nothing_behind(
+    pair: tuple[TransportSide, TransportSide], how: str
+) -> None:
+    p, d = pair
+    p.do_withdraw([3])
+    with answers_nobody(p):
+        transfer = post(d, [[0, 3, 4]])
+        assert transfer.poll() is TransferState.RUNNING
+        if how == "it is abandoned":
+            assert transfer.abandon()
+        else:
+            transfer._clock = LaterClock(ANSWER_TIMEOUT_S - 1)
+            assert transfer.poll() is TransferState.RUNNING
+            transfer._clock = LaterClock(ANSWER_TIMEOUT_S + 1)
+            assert transfer.poll() is TransferState.FAILED
+            assert "the peer has not answered for 40 s" in transfer.reason
+    again = post(d, [[0, 3, 4]])
+    assert again.wait(30) is TransferState.DONE  # its answer came after that of the one that was given up
+    assert again._route.link._tickets == {}
