@@ -6,6 +6,7 @@ A transport derives from :class:`TransportBase` and does the moving in the metho
 from __future__ import annotations
 
 import logging
+import os
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
@@ -56,6 +57,7 @@ class PostedTransfer(Transfer):
 
     def poll(self) -> TransferState:
         if self._state is TransferState.RUNNING:
+            self._transport.require_process()
             state = self._look()
             if state is not TransferState.RUNNING:
                 self.end(state, self.reason)
@@ -97,6 +99,7 @@ class TransportBase(Transport, Generic[L]):
         self._running: set[PostedTransfer] = set()
         self._leaving: list[Connection[L]] = []
         self._closed = False
+        self._pid = os.getpid()
 
     # For subclasses to do. A failed one leaves everything as it was.
 
@@ -144,6 +147,7 @@ class TransportBase(Transport, Generic[L]):
     ) -> None:
         if self._closed:
             raise StateError(f"the {self.name} transport is closed; make a new one.")
+        self.require_process()
         if self.engine is not None:
             raise StateError(f"the {self.name} transport has registered a cache already; unregister() it first.")
         geometry = CacheGeometry.of(cache, groups)
@@ -153,6 +157,7 @@ class TransportBase(Transport, Generic[L]):
     def unregister(self) -> None:
         if self.engine is None:
             return
+        self.require_process()
         self._poll_running()
         if self._running:
             raise StateError(
@@ -196,6 +201,7 @@ class TransportBase(Transport, Generic[L]):
             self._let_go(FirstError())
 
     def disconnect(self, engine_id: str) -> None:
+        self.require_process()
         with FirstError() as errors:
             self._disconnect(engine_id, errors)
 
@@ -222,6 +228,7 @@ class TransportBase(Transport, Generic[L]):
     def close(self, *, timeout_s: float = 5.0) -> None:
         if self._closed and self.engine is None and not self._running and not self._leaving:
             return
+        self.require_process()
         self._closed = True
         with FirstError() as errors:
             errors.attempt("look at the transfers that run", self._poll_running)
@@ -231,6 +238,15 @@ class TransportBase(Transport, Generic[L]):
             self._drop_everything(errors)
 
     # Parts.
+
+    def require_process(self) -> None:
+        """Refuse a forked child: its peers, connections and memory are its parent's, who would lose them.
+
+        Raises:
+            StateError: this is one.
+        """
+        if os.getpid() != self._pid:
+            raise StateError(f"this {self.name} transport belongs to process {self._pid}; make one after the fork.")
 
     def transfer_ended(self, transfer: PostedTransfer) -> None:
         """Called by a transfer, once."""
@@ -261,6 +277,7 @@ class TransportBase(Transport, Generic[L]):
         require_pairs(pairs, source, destination)
 
     def _require_registered(self) -> tuple[EngineRef, CacheGeometry]:
+        self.require_process()
         if self.engine is None or self.geometry is None:
             raise StateError(f"no cache is registered with the {self.name} transport; register() one first.")
         return self.engine, self.geometry

@@ -56,6 +56,7 @@ class CheckingTransport(TransportBase[L]):
             self._keeper.offer(block_ids)
 
     def withdraw(self, block_ids: Sequence[int]) -> None:
+        self.require_process()
         if self._keeper is not None:
             self._keeper.withdraw(block_ids)
 

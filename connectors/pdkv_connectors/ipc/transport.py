@@ -111,6 +111,7 @@ class IpcTransport(TransportBase[Route]):
 
     def withdraw(self, block_ids: Sequence[int] | Ids) -> None:
         """Say that blocks are about to be written. Who asks for them all the same gets what they hold then."""
+        self.require_process()
         if self._offers is not None:
             self._offers.withdraw(block_ids)
 
@@ -121,6 +122,7 @@ class IpcTransport(TransportBase[Route]):
 
     def progress(self) -> None:
         """Announce what was offered and has been summed by now."""
+        self.require_process()
         if self._offers is not None:
             self._offers.progress()
 

@@ -95,6 +95,7 @@ class NixlTransport(CheckingTransport[Link]):
 
     def progress(self) -> None:
         """Let peers' transfers go on: what is not truly one-sided (tcp, emulation, sums) needs the owner's help."""
+        self.require_process()
         self.receive()
         if self._notes is not None:
             self._notes.work()
