@@ -30,6 +30,16 @@ def test_a_file_that_cannot_be_written_is_refused_in_one_sentence(tmp_path: Path
         check_writable("--json", tmp_path / name)
 
 
+def test_a_file_is_tried_since_root_may_write_by_its_mode_what_the_kernel_does_not_let_be_made(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (Path("/proc/report.json"), tmp_path / "pipe"):
+        with pytest.raises(ConfigError, match="cannot be written"):
+            check_writable("--json", path)
+    (tmp_path / "old.json").write_text("kept")
+    check_writable("--json", tmp_path / "old.json")
+    assert (tmp_path / "old.json").read_text() == "kept"
+
+
 def test_a_benchmark_refuses_a_report_that_it_could_not_write_before_it_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
