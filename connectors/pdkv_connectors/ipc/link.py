@@ -177,9 +177,10 @@ def open_link(
                 f"engine {peer.engine_id!r} did not hand over its memory in {timeout_s} s"
             ) from error
         if isinstance(error, DriverError):
+            peer_access = "between two cards it takes peer access (nvidia-smi topo -p2p r); "
+            hint = peer_access if drivers[0].name == "cuda" else ""
             raise TransportError(
-                f"the memory of engine {peer.engine_id!r} cannot be mapped here: {error}. Between two cards it takes "
-                "peer access (nvidia-smi topo -p2p r); use another transport."
+                f"the memory of engine {peer.engine_id!r} cannot be mapped here: {error}; {hint}use another transport."
             ) from error
         if isinstance(error, OSError):
             raise TransportError(f"engine {peer.engine_id!r} cannot be reached on this machine: {error}") from error

@@ -79,7 +79,8 @@ class IpcTransfer(PostedTransfer):
         self._canceled = True
 
     def end(self, state: TransferState, reason: str = "") -> None:
-        self._route.link.forget(self._tickets)
+        if self._tickets:
+            self._route.link.forget(self._tickets)
         super().end(state, reason)
 
     def abandon(self) -> bool:
