@@ -57,7 +57,8 @@ def descriptors_left(number: int) -> Iterator[None]:
     """Until it is left, this process can open so many files and no more."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(name) for name in os.listdir("/proc/self/fd")) + 8, most))
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 8 + number, most))
     try:
         with suppress(OSError):
             while True:
