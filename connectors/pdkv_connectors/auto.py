@@ -34,6 +34,7 @@ from pdkv.transfer.first_error import FirstError
 from pdkv.transfer.messages import MAX_METADATA_NBYTES, EngineRef
 from pdkv.transfer.shards import HeadSlice
 from pdkv.transfer.transport import Transfer, TransferState, Transport
+from pdkv.transfer.unpacking import unpack
 
 if TYPE_CHECKING:
     from pdkv.kvcache import GrowableKVCache
@@ -52,6 +53,9 @@ class _Own(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     host: Annotated[str, msgspec.Meta(max_length=256)]
     transports: Annotated[dict[str, bytes], msgspec.Meta(max_length=16)]
+
+
+_decoder = msgspec.msgpack.Decoder(_Own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,10 +329,7 @@ class AutoTransport(Transport):
 def _decode(metadata: bytes) -> _Own:
     if len(metadata) > MAX_METADATA_NBYTES:
         raise ProtocolError(f"a peer's metadata has {len(metadata)} bytes, more than {MAX_METADATA_NBYTES}.")
-    try:
-        return msgspec.msgpack.decode(metadata, type=_Own)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a peer's metadata is not of the auto transport: {error}") from error
+    return unpack(_decoder, metadata, "a peer's metadata for the auto transport")
 
 
 def _listed(reasons: Mapping[str, str]) -> str:

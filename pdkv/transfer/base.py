@@ -24,6 +24,7 @@ from pdkv.transfer.geometry import CacheGeometry
 from pdkv.transfer.messages import MAX_METADATA_NBYTES, EngineRef
 from pdkv.transfer.shards import HeadSlice
 from pdkv.transfer.transport import Transfer, TransferState, Transport
+from pdkv.transfer.unpacking import unpack
 
 if TYPE_CHECKING:
     from pdkv.kvcache import GrowableKVCache
@@ -66,6 +67,12 @@ class PostedTransfer(Transfer):
     def look(self) -> TransferState:
         """As :meth:`poll`, for whoever has this transfer as a part of another one: the transport hears of that one."""
         return self._look()
+
+    def end_abandoned(self) -> bool:
+        """For :meth:`abandon`, where nothing of the transfer is in flight: it ends now."""
+        self._transport.counts["abandoned"] += 1
+        self.end(TransferState.FAILED, "it was abandoned")
+        return True
 
     def abandon(self) -> bool:
         self._transport.counts["abandoned"] += 1
@@ -285,10 +292,7 @@ class TransportBase(Transport, Generic[L]):
     def _read_metadata(self, peer: EngineRef, metadata: bytes) -> tuple[CacheGeometry, bytes]:
         if len(metadata) > MAX_METADATA_NBYTES:
             raise ProtocolError(f"a peer's metadata has {len(metadata)} bytes, more than {MAX_METADATA_NBYTES}.")
-        try:
-            found = _decoder.decode(metadata)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"a peer's transport metadata is not valid: {error}") from error
+        found = unpack(_decoder, metadata, "a peer's transport metadata")
         if found.transport != self.name:
             raise TransportError(f"the peer's transport is {found.transport!r}, this one {self.name!r}; use the same.")
         if found.engine != peer:

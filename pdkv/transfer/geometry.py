@@ -16,6 +16,7 @@ import msgspec
 from pdkv.errors import ConfigError, ProtocolError, StateError
 from pdkv.kvcache.specs import Interior
 from pdkv.transfer.blocks import MAX_GROUPS
+from pdkv.transfer.unpacking import unpack
 
 if TYPE_CHECKING:
     from pdkv.kvcache import GrowableKVCache
@@ -201,10 +202,7 @@ class CacheGeometry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
         Raises:
             ProtocolError: not a valid geometry.
         """
-        try:
-            geometry = _decoder.decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"a peer's cache geometry is not valid: {error}") from error
+        geometry = unpack(_decoder, data, "a peer's cache geometry")
         counts = [sum(run.count for run in geometry.runs_of(number)) for number in range(len(geometry.groups))]
         if counts != [group.num_layers for group in geometry.groups] or sum(counts) != geometry.num_layers:
             raise ProtocolError("a peer's cache geometry has groups and layers that do not agree; it is refused.")

@@ -34,6 +34,7 @@ import msgspec
 from pdkv.errors import ProtocolError
 from pdkv.transfer.blocks import MAX_GROUPS, BlockRun
 from pdkv.transfer.shards import Shards
+from pdkv.transfer.unpacking import unpack
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_NBYTES = 2 * 2**20  # 65,536 block ids take 5 bytes each at most; agent metadata a few KiB
@@ -273,7 +274,4 @@ def decode(frame: bytes) -> AnyMessage:
         raise ProtocolError(
             f"the peer speaks protocol version {version} and this engine {PROTOCOL_VERSION}; run the same pdkv on both."
         )
-    try:
-        return _decoder.decode(memoryview(frame)[len(_MAGIC) + 1 :])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a message is not valid: {error}") from error
+    return unpack(_decoder, memoryview(frame)[len(_MAGIC) + 1 :], "a message")

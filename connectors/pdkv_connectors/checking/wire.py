@@ -22,6 +22,7 @@ import numpy.typing as npt
 from pdkv.errors import ProtocolError
 from pdkv.transfer.blocks import MAX_BLOCKS
 from pdkv.transfer.messages import EngineRef, Text
+from pdkv.transfer.unpacking import unpack
 
 MAX_SUMS = 1 << 16
 """Of one message: 512 KiB. Of a group with more layers than this no single block would fit."""
@@ -123,7 +124,4 @@ def read_sums(data: bytes, blocks: int, layers: int) -> SumArray:
 def _decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
     if len(body) > MAX_BODY_NBYTES:
         raise ProtocolError(f"a message about sums has {len(body)} bytes, {MAX_BODY_NBYTES} are the most.")
-    try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a message about sums is not valid: {error}") from error
+    return unpack(decoder, body, "a message about sums")

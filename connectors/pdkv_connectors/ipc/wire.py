@@ -28,6 +28,7 @@ import msgspec
 from pdkv.errors import ProtocolError, TransportError
 from pdkv.memory import Piece
 from pdkv.transfer.messages import Count, EngineRef, Name, Text
+from pdkv.transfer.unpacking import unpack
 
 VERSION = 1
 MAX_PACKET_NBYTES = 1 << 17
@@ -111,10 +112,7 @@ def read_address(data: bytes) -> Address:
     Raises:
         ProtocolError: it is none, or of another version.
     """
-    try:
-        address = _address_decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a peer's ipc metadata is not valid: {error}") from error
+    address = unpack(_address_decoder, data, "a peer's ipc metadata")
     if address.version != VERSION:
         raise ProtocolError(
             f"the peer speaks ipc version {address.version} and this engine {VERSION}; run the same pdkv."
@@ -160,12 +158,9 @@ def receive(connection: socket.socket) -> tuple[Message, tuple[int, ...]] | None
             raise ProtocolError(
                 f"a packet of more than {MAX_PACKET_NBYTES} bytes or {MAX_FDS} descriptors; it is refused."
             )
-        message = _decoder.decode(data)
+        message = unpack(_decoder, data, "an ipc message")
         if fds and not (isinstance(message, Grant) and len(fds) == len(message.pieces)):
             raise ProtocolError("a message came with descriptors that do not belong to it; it is refused.")
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        close_all(fds)
-        raise ProtocolError(f"an ipc message is not valid: {error}") from error
     except (ProtocolError, TransportError):
         close_all(fds)
         raise

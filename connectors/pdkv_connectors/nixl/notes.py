@@ -17,6 +17,7 @@ import msgspec
 
 from pdkv.errors import ProtocolError, TransportError
 from pdkv.transfer.messages import Count
+from pdkv.transfer.unpacking import unpack
 from pdkv_connectors.nixl.agent import translated
 
 logger = logging.getLogger(__name__)
@@ -58,10 +59,7 @@ _decoder = msgspec.msgpack.Decoder(Question | Answer)
 
 def read_note(data: bytes) -> Question | Answer:
     """What follows `MAGIC`. Raises ProtocolError where it is not valid."""
-    try:
-        return _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a notification about sums is not valid: {error}") from error
+    return unpack(_decoder, data, "a notification about sums")
 
 
 Serve = Callable[[bytes], Generator[None, None, bytes]]

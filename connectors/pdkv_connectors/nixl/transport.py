@@ -25,6 +25,7 @@ from pdkv.transfer.geometry import CacheGeometry
 from pdkv.transfer.messages import EngineRef, Name
 from pdkv.transfer.runs import copies_for
 from pdkv.transfer.shards import HeadSlice
+from pdkv.transfer.unpacking import unpack
 from pdkv_connectors.checking.keeper import SumKeeper
 from pdkv_connectors.checking.transfer import moving
 from pdkv_connectors.checking.transport import CheckingTransport
@@ -58,12 +59,12 @@ class _Own(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     verifies: bool = False
 
 
+_own_decoder = msgspec.msgpack.Decoder(_Own)
+
+
 def read_own(own: bytes) -> _Own:
     """Raises ProtocolError where it is not valid."""
-    try:
-        return msgspec.msgpack.decode(own, type=_Own)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a peer's NIXL metadata is not valid: {error}") from error
+    return unpack(_own_decoder, own, "a peer's NIXL metadata")
 
 
 class NixlTransport(CheckingTransport[Link]):

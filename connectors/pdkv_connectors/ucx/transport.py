@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from pdkv.errors import PdkvError, ProtocolError, TransferTimeoutError, TransportError
+from pdkv.errors import PdkvError, TransferTimeoutError, TransportError
 from pdkv.transfer.base import PostedTransfer
 from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.checks import Connection
@@ -30,6 +30,7 @@ from pdkv.transfer.messages import Digest, EngineRef
 from pdkv.transfer.runs import copies_for
 from pdkv.transfer.shards import HeadSlice
 from pdkv.transfer.transport import TransferState
+from pdkv.transfer.unpacking import unpack
 from pdkv_connectors.checking.keeper import SumKeeper
 from pdkv_connectors.checking.transfer import moving
 from pdkv_connectors.checking.transport import CheckingTransport
@@ -72,12 +73,12 @@ class _Own(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     verifies: bool = False
 
 
+_own_decoder = msgspec.msgpack.Decoder(_Own)
+
+
 def read_own(own: bytes) -> _Own:
     """Raises ProtocolError where it is not valid."""
-    try:
-        return msgspec.msgpack.decode(own, type=_Own)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a peer's UCX metadata is not valid: {error}") from error
+    return unpack(_own_decoder, own, "a peer's UCX metadata")
 
 
 class UcxTransport(CheckingTransport[AskingLink]):

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from pdkv.errors import ProtocolError
 from pdkv.transfer.messages import Count, Digest, EngineRef, Text
+from pdkv.transfer.unpacking import unpack
 from pdkv_connectors.checking.wire import MAX_BODY_NBYTES
 
 HEADER_NBYTES = 8
@@ -107,10 +108,7 @@ def body_nbytes(header: bytes, most: int) -> int:
 
 def decode_control(body: bytes) -> Control:
     """Raises ProtocolError where it is not valid."""
-    try:
-        return _decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a message of a UCX peer is not valid: {error}") from error
+    return unpack(_decoder, body, "a message of a UCX peer")
 
 
 def arrays_of(ask: Ask) -> tuple[Array, Array]:

@@ -22,6 +22,7 @@ from pdkv.transfer.hosting import Registration
 from pdkv.transfer.messages import Compatibility, Descriptor, EngineRef
 from pdkv.transfer.shards import Shards, parts_of
 from pdkv.transfer.transport import Transfer, TransferState
+from pdkv.transfer.unpacking import unpack
 from pdkv_connectors.vllm.session_orders import (
     Connect,
     Disconnect,
@@ -191,10 +192,7 @@ class WorkersHost:
 
     def connect(self, peer: EngineRef, descriptor: Descriptor, *, timeout_s: float) -> None:
         """The workers connect when they need to; where they cannot, the transfer fails."""
-        try:
-            ranks = _decoder.decode(descriptor.metadata)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"the metadata of a peer's ranks is not valid: {error}") from error
+        ranks = unpack(_decoder, descriptor.metadata, "the metadata of a peer's ranks")
         with self._lock:
             if self._registration is None:
                 raise StateError("the workers have registered no KV cache; wake the engine before it connects.")

@@ -20,6 +20,7 @@ import msgspec
 
 from pdkv.errors import ProtocolError
 from pdkv.transfer.messages import PROTOCOL_VERSION, Name, Text
+from pdkv.transfer.unpacking import unpack
 
 MAX_HELLO_NBYTES = 4096
 _MAGIC = b"PDKH"
@@ -79,10 +80,7 @@ def decode_hello(frame: bytes) -> AnyHello:
     """
     if len(frame) > MAX_HELLO_NBYTES or not is_hello(frame):
         raise ProtocolError(f"a frame of {len(frame)} bytes is no introduction; it is dropped.")
-    try:
-        return _decoder.decode(memoryview(frame)[len(_MAGIC) :])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"an introduction is not valid: {error}") from error
+    return unpack(_decoder, memoryview(frame)[len(_MAGIC) :], "an introduction")
 
 
 def agree(ours: Versions, theirs: Versions) -> int:
