@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -54,6 +55,24 @@ class ChildProcess(Protocol):
     def kill(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a child is started with.
+
+    Attributes:
+        program: a script, or a module's name.
+        environment: all of it.
+        input_fd, output_fd, reply_fd: standard input; standard output and error; where replies go.
+    """
+
+    program: Path | str
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+    input_fd: int
+    output_fd: int
+    reply_fd: int
+
+
 class Child:
     """A Python program that runs :func:`serve`, ended when the context is left.
 
@@ -75,31 +94,22 @@ class Child:
         self._buffer = b""
         try:
             with log.open("w") as output:
-                self.process = self._start(
-                    program, arguments, {**os.environ, **(environment or {})}, input_fd, output.fileno(), child_fd
-                )
+                variables = {**os.environ, **(environment or {})}
+                self.process = self._start(Start(program, arguments, variables, input_fd, output.fileno(), child_fd))
         finally:
             os.close(input_fd)
             os.close(child_fd)
 
-    def _start(
-        self,
-        program: Path | str,
-        arguments: tuple[str, ...],
-        environment: dict[str, str],
-        input_fd: int,
-        output_fd: int,
-        reply_fd: int,
-    ) -> ChildProcess:
-        """Start `program` in a process of its own; the descriptors stay the caller's to close."""
-        start = ["-m", program] if isinstance(program, str) else [str(program)]
+    def _start(self, start: Start) -> ChildProcess:
+        """Start a program in a process of its own; the descriptors stay the caller's to close."""
+        program = ["-m", start.program] if isinstance(start.program, str) else [str(start.program)]
         return subprocess.Popen(
-            [sys.executable, *start, str(reply_fd), *arguments],
-            stdin=input_fd,
-            stdout=output_fd,
+            [sys.executable, *program, str(start.reply_fd), *start.arguments],
+            stdin=start.input_fd,
+            stdout=start.output_fd,
             stderr=subprocess.STDOUT,
-            pass_fds=[reply_fd],
-            env=environment,
+            pass_fds=[start.reply_fd],
+            env=start.environment,
         )
 
     def ask(self, do: str, timeout_s: float = REPLY_TIMEOUT_S, **arguments: Any) -> Any:

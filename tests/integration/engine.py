@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from zygote import Zygote
 
-from pdkv.testing.child import Child, ChildProcess
+from pdkv.testing.child import Child, ChildProcess, Start
 
 READY_TIMEOUT_S = 600.0
 COMMAND_TIMEOUT_S = 240.0
@@ -135,18 +135,10 @@ class EngineProcess(Child):
         self._is_ready = False
         self.send("start", options={**OPTIONS, "model": str(model), **options})
 
-    def _start(
-        self,
-        program: Path | str,
-        arguments: tuple[str, ...],
-        environment: dict[str, str],
-        input_fd: int,
-        output_fd: int,
-        reply_fd: int,
-    ) -> ChildProcess:
-        if self.zygote is not None and self._may_fork and self.zygote.suits(environment):
-            return self.zygote.fork(_MAIN, arguments, environment, (input_fd, output_fd, reply_fd))
-        return super()._start(program, arguments, environment, input_fd, output_fd, reply_fd)
+    def _start(self, start: Start) -> ChildProcess:
+        if self.zygote is not None and self._may_fork and self.zygote.suits(start.environment):
+            return self.zygote.fork(start)
+        return super()._start(start)
 
     def wait_ready(self) -> EngineProcess:
         """Wait until the engine has started.

@@ -12,7 +12,7 @@ import pytest
 from engine import VARIABLES, EngineProcess, free_port
 from zygote import Zygote
 
-from pdkv.testing.child import Child, ChildEnded, ChildProcess
+from pdkv.testing.child import Child, ChildEnded, ChildProcess, Start
 
 pytestmark = pytest.mark.vllm
 
@@ -71,19 +71,11 @@ class Fork(Child):
         program.write_text(PROGRAM)
         super().__init__(program, folder / f"{name}.log", "argument", environment={**VARIABLES, **environment})
 
-    def _start(
-        self,
-        program: Path | str,
-        arguments: tuple[str, ...],
-        environment: dict[str, str],
-        input_fd: int,
-        output_fd: int,
-        reply_fd: int,
-    ) -> ChildProcess:
+    def _start(self, start: Start) -> ChildProcess:
         zygote = EngineProcess.zygote
         assert zygote is not None
-        assert zygote.suits(environment)
-        return zygote.fork(Path(program), arguments, environment, (input_fd, output_fd, reply_fd))
+        assert zygote.suits(start.environment)
+        return zygote.fork(start)
 
     def facts(self, *names: str) -> dict[str, Any]:
         return dict(self.ask("facts", names=names))
@@ -165,8 +157,8 @@ def test_a_zygote_that_cannot_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ZeroDivisionError")
     variables = {**VARIABLES, "PYTHONPATH": str(tmp_path)}
     with Zygote(tmp_path / "log", variables) as zygote, open(os.devnull) as null:
-        fds = (null.fileno(),) * 3
+        start = Start(tmp_path / "program.py", (), dict(os.environ), *(null.fileno(),) * 3)
         with pytest.raises(RuntimeError, match=r"the zygote has ended; its log:\nTraceback[\s\S]*ZeroDivisionError"):
-            zygote.fork(tmp_path / "program.py", (), os.environ, fds)
+            zygote.fork(start)
         with pytest.raises(RuntimeError, match="the zygote has ended"):
-            zygote.fork(tmp_path / "program.py", (), os.environ, fds)
+            zygote.fork(start)

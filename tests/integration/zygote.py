@@ -21,6 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from pdkv.testing.child import Start
+
 _MAIN = Path(__file__).with_name("zygote_main.py")
 END_TIMEOUT_S = 20.0
 #: Importing vLLM on a machine that does other things too.
@@ -105,25 +107,20 @@ class Zygote:
         differing = {name for name in {*ours, *environment} if ours.get(name) != environment.get(name)}
         return all(name in environment and READ_LATE.fullmatch(name) for name in differing)
 
-    def fork(
-        self, program: Path, arguments: tuple[str, ...], environment: Mapping[str, str], fds: tuple[int, int, int]
-    ) -> ForkedProcess:
-        """Run a program in a fork, as ``python program FD arguments``.
-
-        Args:
-            environment: one that `suits`.
-            fds: standard input, standard output and error, and the one whose number the program is told.
-        """
+    def fork(self, start: Start) -> ForkedProcess:
+        """Run a script in a fork, as ``python script REPLY_FD arguments``; in an environment that `suits`."""
         request = {
-            "program": str(program),
-            "arguments": arguments,
+            "program": str(start.program),
+            "arguments": start.arguments,
             "folder": os.getcwd(),
-            "variables": {name: value for name, value in environment.items() if READ_LATE.fullmatch(name)},
+            "variables": {name: value for name, value in start.environment.items() if READ_LATE.fullmatch(name)},
         }
         requests = self._started()
         status_fd, child_fd = os.pipe()
         try:
-            socket.send_fds(requests, [json.dumps(request).encode()], [*fds, child_fd])
+            socket.send_fds(
+                requests, [json.dumps(request).encode()], [start.input_fd, start.output_fd, start.reply_fd, child_fd]
+            )
         except OSError:
             os.close(status_fd)
             raise self._why_gone() from None

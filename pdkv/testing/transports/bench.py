@@ -142,6 +142,16 @@ class TransportBench:
         self.d.ask("connect", engine="P", generation=p_generation, metadata=self.p.ask("describe"))
         self.p.ask("connect", engine="D", generation=1, metadata=self.d.ask("describe"))
 
+    def renew(self) -> None:
+        """P in generation 2, of which D knows: other contents (seed 3) in new memory; D's are as they were."""
+        self.p.ask("unregister")
+        self.p.ask("release")
+        self.p.ask("recommit")
+        self.p.ask("fill", seed=3)
+        self.d.ask("fill", seed=2)
+        self.p.ask("register", engine="P", generation=2)
+        self.introduce(p_generation=2)
+
     def post(self, pairs: Pairs, *, reads: bool = True, generation: int = 1) -> int:
         """D reads from P, or P writes to D; the number of the transfer on its initiator's side."""
         side, peer = (self.d, "P") if reads else (self.p, "D")

@@ -62,13 +62,7 @@ def serves_again_in_a_new_generation(bench: TransportBench) -> None:
     reads = ways(bench)[0]
     bench.move(SCATTERED, reads=reads)
     old = bench.p.ask("describe")
-    bench.p.ask("unregister")
-    bench.p.ask("release")
-    bench.p.ask("recommit")
-    bench.p.ask("fill", seed=3)
-    bench.d.ask("fill", seed=2)
-    bench.p.ask("register", engine="P", generation=2)
-    bench.introduce(p_generation=2)
+    bench.renew()
     if reads:
         with refused("the old generation, once the new one is connected", StaleGenerationError):
             bench.post(SCATTERED)

@@ -52,24 +52,13 @@ def does_not_take_new_contents_for_damage(bench: TransportBench) -> None:
         bench.move(pairs, reads=reads)
         marks = [bench.d.ask("is_marked", block=to, value=value) for to, value in ((1, 11), (2, 12), (3, 13))]
         require(all(marks), "what the owner holds now is what arrives")
-        _renew(bench)
+        bench.renew()
         bench.move(SCATTERED, reads=reads, generation=2 if reads else 1)
         bench.require_moved(SCATTERED, seed=3)
         state = bench.d.ask("state")
         require(not state.get("checksum_failures"), "nothing of this is counted as damage")
         for side in (bench.d, bench.p):
             side.ask("unregister")
-
-
-def _renew(bench: TransportBench) -> None:
-    """P in a new generation, with other contents in new memory; D's are as they were."""
-    bench.p.ask("unregister")
-    bench.p.ask("release")
-    bench.p.ask("recommit")
-    bench.p.ask("fill", seed=3)
-    bench.d.ask("fill", seed=2)
-    bench.p.ask("register", engine="P", generation=2)
-    bench.introduce(p_generation=2)
 
 
 def _failures(bench: TransportBench) -> int:
