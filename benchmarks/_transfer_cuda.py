@@ -28,18 +28,13 @@ NUM_STEPS = 300
 
 def cuda_rows(owner: Child, quick: bool, say: Callable[[str], None]) -> Iterator[Row]:
     """All rows, as they come; raises SystemExit where a byte is wrong."""
-    blocks, repeats = (512, 5) if quick else (4096, 20)
-    largest = min(2048, blocks // 2)
-    there = owner.ask("build", layers=LAYERS, blocks=blocks)
+    repeats = _repeats(quick)
     with ExitStack() as stack:
-        cache = build("cuda", layers=LAYERS, blocks=blocks)
-        stack.callback(cache.close)
-        plain, checked = Reader(cache, there, verify=False), Reader(cache, there)
-        for reader in (checked, plain):
-            stack.callback(reader.transport.close)
+        there, cache, plain, checked = _readers(stack, owner, quick)
+        largest = min(2048, cache.num_committed_blocks // 2)
         yield from _copies(cache, plain, checked, largest, repeats)
         say("copies done")
-        yield from _conversions(stack, plain, there, blocks, largest, repeats)
+        yield from _conversions(stack, plain, there, cache.num_committed_blocks, largest, repeats)
         say("conversions done")
         if not quick:
             yield from _beside_decoding(cache, there, largest)
@@ -47,17 +42,28 @@ def cuda_rows(owner: Child, quick: bool, say: Callable[[str], None]) -> Iterator
 
 def cards_rows(owner: Child, quick: bool, say: Callable[[str], None]) -> list[Row]:
     """The rows of an owner on the second card; raises SystemExit where a byte is wrong."""
-    blocks, repeats = (512, 5) if quick else (4096, 20)
-    there = owner.ask("build", layers=LAYERS, blocks=blocks)
     with ExitStack() as stack:
-        cache = build("cuda", layers=LAYERS, blocks=blocks)
-        stack.callback(cache.close)
-        plain, checked = Reader(cache, there, verify=False), Reader(cache, there)
-        for reader in (checked, plain):
-            stack.callback(reader.transport.close)
-        rows = _copies(cache, plain, checked, min(2048, blocks // 2), repeats, source="cuda:1")
+        _, cache, plain, checked = _readers(stack, owner, quick)
+        largest = min(2048, cache.num_committed_blocks // 2)
+        rows = _copies(cache, plain, checked, largest, _repeats(quick), source="cuda:1")
     say("copies between cards done")
     return rows
+
+
+def _repeats(quick: bool) -> int:
+    return 5 if quick else 20
+
+
+def _readers(stack: ExitStack, owner: Child, quick: bool) -> tuple[dict[str, Any], GrowableKVCache, Reader, Reader]:
+    """How the owner is reached, a cache on this process's first card, and who reads into it: unverified, verified."""
+    blocks = 512 if quick else 4096
+    there = owner.ask("build", layers=LAYERS, blocks=blocks)
+    cache = build("cuda", layers=LAYERS, blocks=blocks)
+    stack.callback(cache.close)
+    plain, checked = Reader(cache, there, verify=False), Reader(cache, there)
+    for reader in (checked, plain):
+        stack.callback(reader.transport.close)
+    return there, cache, plain, checked
 
 
 def _copies(

@@ -3,8 +3,9 @@
     python benchmarks/transfer.py [--quick] [--json FILE] [--png FILE] [--only host,nixl,cuda,nixl-cuda,cuda-cards]
 
 P is a process of its own, D is this one; both have a cache of 32 layers with 32 KiB a block and layer, and blocks are
-paired at random. Times are medians, and wall times: they begin with the lists of block ids and end when the engine
-knows that the last byte has arrived. Every row's bytes are compared afterwards. Exits with 1 where a target is missed.
+paired at random. Times are medians (of decode steps beside a transfer means), and wall times: they begin with the lists
+of block ids and end when the engine knows that the last byte has arrived. Every row's bytes are compared afterwards.
+Exits with 1 where a target is missed.
 """
 
 from __future__ import annotations
