@@ -91,11 +91,7 @@ class CheckedTransfer(PostedTransfer):
 
     def abandon(self) -> bool:
         self._abandoned = True
-        if self.inner is None:  # nothing of it is in flight
-            self._transport.counts["abandoned"] += 1
-            self.end(TransferState.FAILED, "it was abandoned")
-            return True
-        return super().abandon()
+        return self.end_abandoned() if self.inner is None else super().abandon()
 
     def _look(self) -> TransferState:
         try:

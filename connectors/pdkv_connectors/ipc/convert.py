@@ -1,8 +1,8 @@
 """Copying and converting pages on the host: what it does, and what the kernels must equal.
 
 Views are int8 ``[B, H, N, C]`` with C in bytes, one for each layer, over the whole of a side's committed blocks. Units
-are taken and written by numpy: torch's index operations have threads meet even for one page, which took microseconds on
-an idle machine and 10 ms beside busy neighbours.
+are taken and written by numpy: torch's index operations have threads meet even for one page, which takes long where
+other processes have the cores.
 """
 
 from __future__ import annotations

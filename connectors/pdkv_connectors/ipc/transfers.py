@@ -85,11 +85,8 @@ class IpcTransfer(PostedTransfer):
 
     def abandon(self) -> bool:
         # On the host nothing moves but in poll(), and nothing at all while P is asked.
-        if self._running is None or self._route.needs_memory:
-            self._transport.counts["abandoned"] += 1
-            self.end(TransferState.FAILED, "it was abandoned")
-            return True
-        return super().abandon()
+        at_rest = self._running is None or self._route.needs_memory
+        return self.end_abandoned() if at_rest else super().abandon()
 
     def _look(self) -> TransferState:
         try:

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 THROTTLED_PROGRAMS = 64
-"""Programs of a copy that runs beside decoding. So many are to slow a decode step of an H200 (132 multiprocessors) by
-less than 15 %; docs/ipc.md says what was measured. A copy that takes the whole device stops decoding until it ends."""
+"""Programs of a copy that runs beside decoding; docs/ipc.md says what a decode step of an H200 (132 multiprocessors)
+loses to so many. A copy that takes the whole device stops decoding until it ends."""
 
 DROP_TIMEOUT_S = 5.0
 """How long peers have to let go of memory that is taken back, unless told otherwise."""

@@ -85,11 +85,10 @@ class UcxLoop:
             TransportError: it was stopped; nothing has begun.
         """
         with self._state:
-            if not self._over:
-                return self._spawn(work)
-        work.close()
-        self.require_running()
-        raise AssertionError("unreachable")
+            if self._over:
+                work.close()
+            self.require_running()
+            return self._spawn(work)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Do something in the thread and wait for it.
