@@ -263,7 +263,8 @@ class TransportBase(Transport, Generic[L]):
             logger.warning("A %s transfer of %d bytes failed: %s", self.name, transfer.nbytes, transfer.reason)
         else:
             self.counts["bytes"] += transfer.nbytes
-        self._let_go(FirstError())
+        if self._leaving:
+            self._let_go(FirstError())
 
     def _post(self, peer: EngineRef, pairs: Sequence[BlockPair], *, reads: bool) -> Transfer:
         ours = self._require_registered()[1]

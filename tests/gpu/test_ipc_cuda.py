@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +87,36 @@ def test_the_copy_kernel_equals_torch(mover: Any, name: str, verify: bool) -> No
     assert torch.equal(case.destination, case.expected), f"{len(differing)} bytes differ, from {differing[0].item()} on"
 
 
-@pytest.mark.parametrize("name", ["equal", "16-hnc-to-64-nhc", "fp8"])
-def test_few_programs_copy_everything_too(mover: Any, name: str) -> None:
+@pytest.mark.parametrize("name", PLANS)
+def test_few_programs_copy_everything_too_and_find_all_sums_right(mover: Any, name: str) -> None:
     import torch
 
     case = device_case(name)
-    assert copy(mover, case, verify=False, programs=3) is None
+    assert copy(mover, case, verify=PLANS[name].can_verify, programs=3) is None
     assert torch.equal(case.destination, case.expected)
+
+
+@pytest.mark.parametrize("size", [1, 2, 17])  # the ids of a single unit are arguments of the kernel
+def test_copies_of_few_units_add_up_to_one_of_all(mover: Any, size: int) -> None:
+    import torch
+
+    case = device_case("equal")
+    source, destination = case.source_units, case.destination_units
+    for first in range(0, UNITS, size):
+        case.source_units, case.destination_units = source[first : first + size], destination[first : first + size]
+        assert copy(mover, case, verify=True) is None
+    assert torch.equal(case.destination, case.expected)
+
+
+def test_the_end_of_a_copy_is_seen_from_a_thread_that_has_used_no_device(mover: Any) -> None:
+    case = device_case("equal")
+    leg = mover.copy_leg(leg_of(case), case.source.data_ptr(), case.destination.data_ptr(), None, [(1.0, 1.0)] * LAYERS)
+    ids = [units.int().cpu().numpy() for units in (case.source_units, case.destination_units)]
+    work = mover.start_copy([([leg], *ids)], None)
+    mover.drain()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(work.is_done).result(timeout=10)
+    mover.free([leg])
 
 
 def test_fp8_of_every_bf16_number_is_torchs_and_saturates(mover: Any) -> None:
@@ -158,7 +182,7 @@ def test_every_flip_swap_and_stale_piece_is_found(mover: Any, name: str, record:
         else:
             words[begin // 8 : begin // 8 + row] = wrong[begin // 8 : begin // 8 + row]
         torch.cuda.synchronize()
-        assert copy(mover, case, verify=True) == (0, unit), f"round {number}"
+        assert copy(mover, case, verify=True, programs=3 if number % 2 else None) == (0, unit), f"round {number}"
         words.copy_(pristine)
     record("ipc-damage", plan=name, rounds=rounds, missed=0)
 

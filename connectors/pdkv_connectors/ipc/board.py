@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from pdkv.kvcache.config import round_up
 from pdkv.memory import HostDriver, ImportedMemory, Piece, Reservation
-from pdkv_connectors.ipc.columns import FEW, Ids
+from pdkv_connectors.ipc.columns import Ids
 from pdkv_connectors.ipc.host_mover import bytes_at
 from pdkv_connectors.ipc.owner import GrantedMemory
 
@@ -55,14 +55,14 @@ class PeerBoard:
         self._bytes = bytes_at(memory.address, num_blocks)
         self._marks = np.frombuffer(self._bytes, np.uint8)
 
-    def are_ready(self, ids: Ids, units: int) -> bool:
+    def are_ready(self, ids: Ids | list[int], units: int) -> bool:
         """Whether P has said of all blocks that they may be read as they are.
 
         Args:
-            ids: of units.
+            ids: of units; a list where they are few.
             units: units of a block.
         """
-        if len(ids) <= FEW:
+        if isinstance(ids, list):
             marks = self._bytes
-            return all(marks[number // units] for number in ids.tolist())
+            return all(marks[number // units] for number in ids)
         return bool(self._marks[ids if units == 1 else ids // units].all())

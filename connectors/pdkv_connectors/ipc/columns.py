@@ -34,6 +34,8 @@ class BlockColumns(Sequence[BlockPair]):
             raise ValueError(
                 f"{self.source.shape} source and {self.destination.shape} destination blocks make no pairs"
             )
+        #: Both once more as lists, where they are FEW at most.
+        self.few = (self.source.tolist(), self.destination.tolist()) if len(self.source) <= FEW else None
 
     def __len__(self) -> int:
         return len(self.source)
@@ -83,8 +85,8 @@ def are_within(
         groups: KV-cache groups.
         sources, destinations: for each group, how many ids there are on either side.
     """
-    if len(columns) == 1 and 0 < len(columns[0]) <= FEW:
-        return _few_are_within(columns[0], groups, sources, destinations)
+    if len(columns) == 1 and len(columns[0]) and columns[0].few:
+        return _few_are_within(columns[0].group, *columns[0].few, groups, sources, destinations)
     total = sum(map(len, columns))
     if not total or any(not 0 <= part.group < groups for part in columns):
         return False
@@ -104,8 +106,14 @@ def are_within(
     return int(np.count_nonzero(seen)) == total
 
 
-def _few_are_within(part: BlockColumns, groups: int, sources: Sequence[int], destinations: Sequence[int]) -> bool:
-    group, source, destination = part.group, part.source.tolist(), part.destination.tolist()
+def _few_are_within(
+    group: int,
+    source: list[int],
+    destination: list[int],
+    groups: int,
+    sources: Sequence[int],
+    destinations: Sequence[int],
+) -> bool:
     return (
         0 <= group < groups
         and 0 <= min(source) <= max(source) < sources[group]

@@ -9,12 +9,9 @@ from typing import Any
 
 from pdkv.errors import TransportError
 from pdkv_connectors.ipc.constants import Constants
-from pdkv_connectors.ipc.cuda_calls import CudaCalls
+from pdkv_connectors.ipc.cuda_calls import CudaCalls, LaunchConfig
 
 THREADS_OF_A_WARP = 32
-COPY_WARPS = 4
-"""Of `kernels.copy_pages`; see `constants.COPY_TILE`."""
-
 SUM_WARPS = 8
 """Of `kernels.sum_pages`: a tile of 2048 words is 64 bytes for each of 256 threads."""
 
@@ -58,13 +55,16 @@ class Launch:
     def __init__(self, calls: CudaCalls, kernel: CompiledKernel) -> None:
         self._calls = calls
         self._launch = calls.launch
-        self._fixed = (kernel.function, kernel.threads, kernel.shared_nbytes)
+        self._function = kernel.function
+        self._config = LaunchConfig(1, 1, 1, kernel.threads, 1, 1, kernel.shared_nbytes)
+        self._config_address = ctypes.addressof(self._config)
         kinds: Sequence[Any] = [_SIZES.get(name, ctypes.c_uint64) for name in kernel.arguments]
         # Triton adds pointers to scratch memory, which these kernels do not use.
         self.values = [kind() for kind in kinds] + [
             ctypes.c_uint64() for _ in range(kernel.num_parameters - len(kinds))
         ]
         self._array = (ctypes.c_void_p * len(self.values))(*(ctypes.addressof(value) for value in self.values))
+        self._array_address = ctypes.addressof(self._array)
 
     def __call__(self, programs: int, stream: int) -> None:
         """Launch with the present `values`, which the driver copies.
@@ -72,10 +72,11 @@ class Launch:
         Raises:
             TransportError: the driver refused.
         """
-        function, threads, shared_nbytes = self._fixed
-        code = self._launch(function, programs, 1, 1, threads, 1, 1, shared_nbytes, stream, self._array, None)
+        self._config.grid_x = programs
+        self._config.stream = stream
+        code = self._launch(self._config_address, self._function, self._array_address, None)
         if code:
-            self._calls.require(code, "cuLaunchKernel")
+            self._calls.require(code, "cuLaunchKernelEx")
 
 
 def compile_kernel(kernel: Any, arguments: Mapping[str, str], constants: Constants, warps: int, capability: int) -> Any:

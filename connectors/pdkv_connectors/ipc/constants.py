@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pdkv_connectors.ipc.hashing import LANES, WORD_NBYTES, granule_states
 from pdkv_connectors.ipc.plan import PagePlan, PageShape
 
 Constants = dict[str, int | bool]
 
 MIN_TILE = 128
-"""The smallest tile in words: fewer would leave threads of a program without work."""
-
-COPY_TILE = 512
-"""The largest tile of a copy: 32 bytes, two accesses of the widest kind, for each thread of `compiled.COPY_WARPS`. On
-an H200 many programs as small as that copy more than fewer larger ones."""
+"""The smallest tile in words."""
 
 
-def copy_constants(plan: PagePlan, layers: int, align: int, *, verify: bool) -> Constants:
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a copy is cut: each program has up to `tile` words under way at once, in `warps` warps."""
+
+    tile: int
+    warps: int
+
+
+WHOLE_DEVICE = Tiling(2048, 4)
+"""For a copy of as many programs as there are items. On an H200 tiles of 512 to 4096 words copied equally fast."""
+
+BESIDE_OTHERS = Tiling(4096, 16)
+"""For a copy of few programs beside decoding. A decode step of an H200 loses to it what its bytes take of the memory's
+bandwidth, and loses more the longer it lasts: so each program has many bytes under way."""
+
+
+def copy_constants(
+    plan: PagePlan, layers: int, align: int, *, verify: bool, tiling: Tiling = WHOLE_DEVICE
+) -> Constants:
     """The constants of `kernels.copy_pages`.
 
     Args:
@@ -30,11 +46,12 @@ def copy_constants(plan: PagePlan, layers: int, align: int, *, verify: bool) -> 
     target_strides = _ordered(target, outside, target_word)
     first_word = plan.first_source_byte // WORD_NBYTES
     slot_words = plan.unit * source.state_stride // WORD_NBYTES
-    tile = max(min(COPY_TILE, 1 << max(plan.unit_words - 1, 0).bit_length()), MIN_TILE)
+    tile = max(min(tiling.tile, 1 << max(plan.unit_words - 1, 0).bit_length()), MIN_TILE)
     granules = plan.unit // granule_states(source.num_states)
     sums = plan.heads.count * granules if verify else 1
     runs = plan.is_run(source)
-    aligned = first_word % tile == 0 and (plan.source_units == 1 or slot_words % tile == 0)
+    key_run = min(tile, LANES)
+    aligned = first_word % key_run == 0 and (plan.source_units == 1 or slot_words % key_run == 0)
     return {
         "LAYERS": layers,
         "TOTAL": plan.unit_words,
@@ -66,6 +83,11 @@ def copy_constants(plan: PagePlan, layers: int, align: int, *, verify: bool) -> 
         "QUANTIZE": plan.quantize,
         "K_WORDS": source.content_bytes // WORD_NBYTES // 2,
     }
+
+
+def copy_warps(constants: Constants, tiling: Tiling) -> int:
+    """Warps for these constants: fewer where an item has too few words to give each thread two."""
+    return min(tiling.warps, max(constants["TILE"] // 64, 1))
 
 
 def sum_constants(shape: PageShape, layers: int, align: int) -> Constants:

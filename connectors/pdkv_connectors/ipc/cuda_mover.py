@@ -12,8 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.transfer.blocks import MAX_GROUPS
-from pdkv_connectors.ipc.compiled import COPY_WARPS, SUM_WARPS, CompiledKernel, Launch
-from pdkv_connectors.ipc.constants import Constants, copy_constants, sum_constants
+from pdkv_connectors.ipc.compiled import SUM_WARPS, CompiledKernel, Launch
+from pdkv_connectors.ipc.constants import (
+    BESIDE_OTHERS,
+    WHOLE_DEVICE,
+    Constants,
+    copy_constants,
+    copy_warps,
+    sum_constants,
+)
 from pdkv_connectors.ipc.cuda_calls import CudaCalls
 from pdkv_connectors.ipc.hashing import WORD_NBYTES, key_table
 from pdkv_connectors.ipc.legs import LayerPlace, Leg
@@ -22,6 +29,7 @@ Ids = npt.NDArray[np.int32]
 
 COPY_ARGUMENTS = {
     "pointers": "*i64", "ids": "*i32", "keys": "*i64", "inverses": "*fp32", "fault": "*i32", "units": "i32",
+    "first_source": "i32", "first_target": "i32",
 }  # fmt: skip
 SUM_ARGUMENTS = {"pointers": "*i64", "ids": "*i32", "keys": "*i64", "blocks": "i32"}
 _MAX_PROGRAMS = 2**31 - 1  # of a grid's first axis
@@ -52,7 +60,7 @@ class CudaMover:
     def copy_leg(
         self, leg: Leg, source: int, destination: int, sums: int | None, inverses: Sequence[tuple[float, float]]
     ) -> CopyLeg:
-        """Make a leg ready: compile, and put its tables onto the device.
+        """Make a leg ready: compile, for the whole device and for few programs, and put its tables onto the device.
 
         Args:
             source, destination, sums: addresses of both caches' bases and of the source's table of sums; without the
@@ -65,18 +73,22 @@ class CudaMover:
         first_sum = plan.heads.source * plan.source.granules * WORD_NBYTES
         tables = [(sums or 0) + offset + first_sum for offset in leg.sum_offsets]
         align = plan.alignment(*sources, *destinations)
-        constants = copy_constants(plan, len(sources), align, verify=sums is not None)
+        verify = sums is not None
+        launches = []
         with self.calls.on_device():
             from pdkv_connectors.ipc.kernels import copy_pages
 
-            kernel = self._compiled(copy_pages, COPY_ARGUMENTS, constants, COPY_WARPS)
-            launch = Launch(self.calls, kernel)
             pointers = self.calls.upload(struct.pack(f"{3 * len(sources)}q", *sources, *destinations, *tables))
             scales = self.calls.upload(np.asarray(inverses, np.float32).tobytes())
-            launch.values[0].value = pointers
-            launch.values[2].value = self._key_table(plan.source.nbytes)
-            launch.values[3].value = scales
-        return CopyLeg(launch, len(sources), plan.unit_nbytes * len(sources), (pointers, scales))
+            for tiling in (WHOLE_DEVICE, BESIDE_OTHERS):
+                constants = copy_constants(plan, len(sources), align, verify=verify, tiling=tiling)
+                warps = copy_warps(constants, tiling)
+                launch = Launch(self.calls, self._compiled(copy_pages, COPY_ARGUMENTS, constants, warps))
+                launch.values[0].value = pointers
+                launch.values[2].value = self._key_table(plan.source.nbytes)
+                launch.values[3].value = scales
+                launches.append(launch)
+        return CopyLeg(launches[0], launches[1], len(sources), plan.unit_nbytes * len(sources), (pointers, scales))
 
     def sum_leg(self, places: Sequence[LayerPlace], base: int, sums: int) -> SumLeg:
         """Make the summing of layers of one shape ready. `base`, `sums`: addresses of the cache and of its table."""
@@ -102,24 +114,25 @@ class CudaMover:
             programs: so many at most, to leave the device to others; None for all that it takes.
         """
         slot = self._take(2 * sum([len(source) for _, source, _ in jobs]))
-        nbytes = slot.stage([part for _, source, destination in jobs for part in (source, destination)])
         calls, stream = self.calls, self.stream
         with calls.on_device():
-            # Pageable memory: the driver has taken what is in it when the call returns.
-            if code := calls.copy_to_device(slot.ids, slot.staged_address, nbytes, stream):
-                calls.require(code, "cuMemcpyHtoDAsync_v2")
-            position = slot.ids
-            for number, (legs, source, _) in enumerate(jobs):
-                units = len(source)
+            # Of a single unit the ids are arguments: a copy of them would take as long as all else.
+            listed = [part for _, *parts in jobs if len(parts[0]) > 1 for part in parts]
+            position = slot.put(listed, stream) if listed else 0
+            for number, (legs, source, destination) in enumerate(jobs):
+                units, first_source, first_target = len(source), int(source[0]), int(destination[0])
                 slot.faults[number] = 0
                 for leg in legs:
-                    values = leg.launch.values
+                    launch = leg.launch if programs is None else leg.throttled
+                    values = launch.values
                     values[1].value = position
                     values[4].value = slot.device_faults + number * _FAULT_NBYTES
                     values[5].value = units
+                    values[6].value = first_source
+                    values[7].value = first_target
                     wanted = min(units * leg.layers, _MAX_PROGRAMS)
-                    leg.launch(wanted if programs is None else min(wanted, programs), stream)
-                position += 2 * units * _ID_NBYTES
+                    launch(wanted if programs is None else min(wanted, programs), stream)
+                position += 2 * units * _ID_NBYTES if units > 1 else 0
             if code := calls.record(slot.event, stream):
                 calls.require(code, "cuEventRecord")
         return CudaWork(self, slot, len(jobs))
@@ -127,14 +140,11 @@ class CudaMover:
     def start_sums(self, jobs: Sequence[tuple[Sequence[SumLeg], Ids]], after: int | None = None) -> CudaWork:
         """Sum blocks: for each KV-cache group its legs and block ids. `after`: an event to wait for on the device."""
         slot = self._take(sum([len(part) for _, part in jobs]))
-        nbytes = slot.stage([part for _, part in jobs])
         calls, stream = self.calls, self.stream
         with calls.on_device():
             if after is not None:
                 calls.check("cuStreamWaitEvent", stream, after, 0)
-            if nbytes:
-                calls.check("cuMemcpyHtoDAsync_v2", slot.ids, slot.staged_address, nbytes, stream)
-            position = slot.ids
+            position = slot.put([part for _, part in jobs], stream)
             for legs, blocks in jobs:
                 for leg in legs:
                     leg.launch.values[1].value = position
@@ -169,7 +179,7 @@ class CudaMover:
         self.drain()
         with self.calls.on_device():
             for slot in self._slots:
-                slot.close(self.calls)
+                slot.close()
             for address in self._keys.values():
                 self.calls.free(address)
             for kernel in self._kernels.values():
@@ -192,7 +202,7 @@ class CudaMover:
         return slot
 
     def _compiled(self, kernel: Any, arguments: dict[str, str], constants: Constants, warps: int) -> CompiledKernel:
-        key = (kernel.__name__, *constants.values())
+        key = (kernel.__name__, warps, *constants.values())
         if key not in self._kernels:
             self._kernels[key] = CompiledKernel(self.calls, kernel, arguments, constants, warps)
         return self._kernels[key]
@@ -211,9 +221,10 @@ def align_of(*numbers: int) -> int:
 
 @dataclass
 class CopyLeg:
-    """A leg on the device: launch, layers, bytes of one unit in all layers, tables to free."""
+    """A leg on the device: launches, layers, bytes of one unit in all layers, tables to free."""
 
     launch: Launch
+    throttled: Launch
     layers: int
     unit_nbytes: int
     tables: tuple[int, ...]
@@ -233,27 +244,33 @@ class _Slot:
 
     def __init__(self, calls: CudaCalls, capacity: int) -> None:
         self.capacity = capacity
-        self.ids = calls.allocate(capacity * _ID_NBYTES)
+        self._calls = calls
+        self._ids = calls.allocate(capacity * _ID_NBYTES)
+        self._shared, address = calls.allocate_shared(MAX_GROUPS * _FAULT_NBYTES)
+        self.device_faults = address
+        self.faults = (ctypes.c_int32 * MAX_GROUPS).from_address(self._shared)
         self._staged = np.empty(capacity, np.int32)
         #: Asking numpy for it anew would take a microsecond each time.
-        self.staged_address = int(self._staged.ctypes.data)
-        self._host, self.device_faults = calls.allocate_shared(MAX_GROUPS * _FAULT_NBYTES)
-        self.faults = (ctypes.c_int32 * MAX_GROUPS).from_address(self._host)
+        self._staged_address = int(self._staged.ctypes.data)
         self.event = calls.new_event()
 
-    def stage(self, parts: Sequence[Ids]) -> int:
-        """Put ids one after the other into memory of the host; their bytes."""
+    def put(self, parts: Sequence[Ids], stream: int) -> int:
+        """Put ids, one part after the other, to where a kernel of the stream finds them; returns that address."""
         position = 0
         for part in parts:
             end = position + len(part)
             self._staged[position:end] = part
             position = end
-        return position * _ID_NBYTES
+        nbytes = position * _ID_NBYTES
+        # Pageable memory: the driver has taken what is in it when the call returns.
+        if nbytes and (code := self._calls.copy_to_device(self._ids, self._staged_address, nbytes, stream)):
+            self._calls.require(code, "cuMemcpyHtoDAsync_v2")
+        return self._ids
 
-    def close(self, calls: CudaCalls) -> None:
-        calls.free(self.ids)
-        calls.free_shared(self._host)
-        calls.check("cuEventDestroy_v2", self.event)
+    def close(self) -> None:
+        self._calls.free(self._ids)
+        self._calls.free_shared(self._shared)
+        self._calls.check("cuEventDestroy_v2", self.event)
 
 
 class CudaWork:
@@ -275,10 +292,8 @@ class CudaWork:
         slot = self._slot
         if slot is None:
             return True
-        calls = self._mover.calls
-        with calls.on_device():
-            if not calls.has_happened(slot.event):
-                return False
+        if not self._mover.calls.has_happened(slot.event):
+            return False
         for number in range(self._groups):
             if slot.faults[number]:
                 self.fault = (number, slot.faults[number] - 1)

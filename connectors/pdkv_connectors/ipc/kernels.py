@@ -42,11 +42,13 @@ def _quarter_to_fp8(words, inverse, INDEX: tl.constexpr):
 @triton.jit
 def copy_pages(
     pointers,  # int64 [3, LAYERS]: block 0's page of the slice on both sides, and its first sum
-    ids,  # int32 [2, units]: units of the source, units of the destination
+    ids,  # int32 [2, units]: units of the source, units of the destination; not read where there is one unit only
     keys,  # int64: of hashing.key_table
     inverses,  # float32 [LAYERS, 2]: 1 / scale of K and of V
     fault,  # int32 [1]: becomes 1 + the unit's place in `ids` where a sum differs
     units,
+    first_source,  # the first of each
+    first_target,
     LAYERS: tl.constexpr,
     TOTAL: tl.constexpr,  # words of an item
     INNER: tl.constexpr,  # rows of WORDS words, in the source's order: [outer, INNER, WORDS]
@@ -64,7 +66,7 @@ def copy_pages(
     SOURCE_IS_RUN: tl.constexpr,
     TARGET_IS_RUN: tl.constexpr,  # in the source's order
     FIRST_WORD: tl.constexpr,  # of the slice, in a page of the source
-    KEYS_ARE_RUNS: tl.constexpr,  # the words of a tile follow each other, and have one key in common
+    KEYS_ARE_RUNS: tl.constexpr,  # the words of a tile follow each other, from a multiple of TILE or of LANES on
     LANES: tl.constexpr,
     TILE: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -78,11 +80,16 @@ def copy_pages(
     K_WORDS: tl.constexpr,
 ):
     lane = tl.arange(0, TILE)
+    next_unit = tl.program_id(0) % units
+    next_source = tl.load(ids + next_unit, mask=units > 1, other=first_source)
+    next_target = tl.load(ids + units + next_unit, mask=units > 1, other=first_target)
     for item in range(tl.program_id(0), units * LAYERS, tl.num_programs(0)):
-        layer = item // units
-        unit = item % units
-        source_id = tl.load(ids + unit)
-        target_id = tl.load(ids + units + unit)
+        layer, unit = item // units, next_unit
+        source_id, target_id = next_source, next_target
+        # Under way while this item is copied: few programs would wait for them as long as for the words.
+        next_unit = (item + tl.num_programs(0)) % units
+        next_source = tl.load(ids + next_unit, mask=units > 1, other=first_source)
+        next_target = tl.load(ids + units + next_unit, mask=units > 1, other=first_target)
         slot = source_id % SOURCE_UNITS
         begin = slot * SOURCE_SLOT
         source_page = tl.load(pointers + layer) + (source_id // SOURCE_UNITS).to(tl.int64) * (SOURCE_BLOCK * 8)
@@ -97,6 +104,11 @@ def copy_pages(
             inverse_v = tl.load(inverses + 2 * layer + 1)
         else:
             target = tl.multiple_of(target_page.to(tl.pointer_type(tl.int64)), ALIGN)
+        if VERIFY:
+            number = tl.arange(0, SUMS_POWER)
+            sums = (tl.load(pointers + 2 * LAYERS + layer)).to(tl.pointer_type(tl.int64))
+            sums += (source_id // SOURCE_UNITS).to(tl.int64) * SUM_BLOCK + slot * SUM_SLOT
+            expected = tl.load(sums + number // SUM_SLOT * SUM_HEAD + number % SUM_SLOT, mask=number < SUMS, other=0)
         total = tl.zeros([TILE], tl.int64)
         for start in range(0, TOTAL, TILE):
             place = start + lane
@@ -130,8 +142,13 @@ def copy_pages(
             if VERIFY:
                 if KEYS_ARE_RUNS:
                     first = FIRST_WORD + begin + start
-                    first_lane = tl.multiple_of(first % LANES, TILE)
-                    word_keys = _add_halves(tl.load(keys + first_lane + lane), tl.load(keys + LANES + first // LANES))
+                    if TILE > LANES:
+                        tile_keys = tl.load(keys + LANES + first // LANES + lane // LANES)
+                        word_keys = _add_halves(tl.load(keys + lane % LANES), tile_keys)
+                    else:
+                        first_lane = tl.multiple_of(first % LANES, TILE)
+                        tile_key = tl.load(keys + LANES + first // LANES)
+                        word_keys = _add_halves(tl.load(keys + first_lane + lane), tile_key)
                 else:
                     in_page = FIRST_WORD + begin + source_word
                     if TOTAL % TILE == 0:
@@ -145,10 +162,6 @@ def copy_pages(
                 else:
                     total += tl.where(inside, product, 0)
         if VERIFY:
-            number = tl.arange(0, SUMS_POWER)
-            sums = (tl.load(pointers + 2 * LAYERS + layer)).to(tl.pointer_type(tl.int64))
-            sums += (source_id // SOURCE_UNITS).to(tl.int64) * SUM_BLOCK + slot * SUM_SLOT
-            expected = tl.load(sums + number // SUM_SLOT * SUM_HEAD + number % SUM_SLOT, mask=number < SUMS, other=0)
             tl.store(fault, unit + 1, mask=tl.sum(total) != tl.sum(expected))
 
 

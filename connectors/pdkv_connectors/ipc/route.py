@@ -82,7 +82,7 @@ class Route(ABC):
         found = []
         for part in columns:
             units = self._units_of_block[part.group]
-            if not self._board.are_ready(part.source, units):
+            if not self._board.are_ready(part.few[0] if part.few else part.source, units):
                 found.append((part.group, np.unique(part.source // units).tolist()))
         return found
 

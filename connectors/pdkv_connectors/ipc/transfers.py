@@ -24,6 +24,8 @@ SPIN_S = 2e-3
 ANSWER_TIMEOUT_S = SUM_TIMEOUT_S + 10.0
 """How long P has for each answer: it sums first, and may have to sum for another peer before."""
 
+_CLOCK = SystemClock()
+
 
 class IpcTransfer(PostedTransfer):
     """See the module's docstring."""
@@ -35,7 +37,7 @@ class IpcTransfer(PostedTransfer):
         columns: Sequence[BlockColumns],
         programs: int | None,
     ) -> None:
-        self._clock: Clock = SystemClock()
+        self._clock: Clock = _CLOCK
         self._answer_by = 0.0
         self._route = connection.link
         super().__init__(transport, connection, self._route.nbytes(columns))

@@ -15,7 +15,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 # ruff: noqa: E402
 from kernel_cases import LAYERS, PLANS, Case, make_case
 
-from pdkv_connectors.ipc.constants import copy_constants, sum_constants
+from pdkv_connectors.ipc.constants import BESIDE_OTHERS, WHOLE_DEVICE, Tiling, copy_constants, sum_constants
 from pdkv_connectors.ipc.hashing import WORD_NBYTES, key_table
 from pdkv_connectors.ipc.kernels import copy_pages, sum_pages
 
@@ -26,13 +26,16 @@ def keys_for(case: Case) -> torch.Tensor:
     return torch.tensor(key_table(case.plan.source.nbytes // WORD_NBYTES), dtype=torch.int64)
 
 
-def copy(case: Case, *, verify: bool, programs: int) -> int:
+def copy(case: Case, *, verify: bool, programs: int, tiling: Tiling = WHOLE_DEVICE) -> int:
     pointers = torch.tensor(case.source_pages + case.destination_pages + case.sum_pages, dtype=torch.int64)
     ids = torch.cat((case.source_units, case.destination_units)).int()
+    if len(ids) == 2:
+        ids.fill_(1 << 20)  # whoever reads them goes far astray
     fault = torch.zeros(1, dtype=torch.int32)
     align = case.plan.alignment(*case.source_pages, *case.destination_pages)
-    constants = copy_constants(case.plan, LAYERS, align, verify=verify)
-    copy_pages[(programs,)](pointers, ids, keys_for(case), case.inverses, fault, UNITS, **constants)
+    constants = copy_constants(case.plan, LAYERS, align, verify=verify, tiling=tiling)
+    units, firsts = len(case.source_units), (int(case.source_units[0]), int(case.destination_units[0]))
+    copy_pages[(programs,)](pointers, ids, keys_for(case), case.inverses, fault, units, *firsts, **constants)
     return int(fault)
 
 
@@ -45,9 +48,19 @@ def test_the_copy_kernel_equals_torch_and_finds_all_sums_right(name: str) -> Non
     assert torch.equal(case.destination, case.expected)
 
 
-def test_few_programs_copy_everything_too() -> None:
-    case = make_case(PLANS["16-hnc-to-64-nhc"], UNITS)
-    assert copy(case, verify=False, programs=2) == 0
+@pytest.mark.parametrize("name", PLANS)
+def test_few_programs_copy_everything_too_and_find_all_sums_right(name: str) -> None:
+    case = make_case(PLANS[name], UNITS, exact=PLANS[name].quantize)
+    assert copy(case, verify=case.plan.can_verify, programs=2, tiling=BESIDE_OTHERS) == 0
+    assert torch.equal(case.destination, case.expected)
+
+
+def test_copies_of_single_units_add_up_to_one_of_all() -> None:
+    case = make_case(PLANS["equal"], UNITS)
+    source, destination = case.source_units, case.destination_units
+    for place in range(UNITS):
+        case.source_units, case.destination_units = source[place : place + 1], destination[place : place + 1]
+        assert copy(case, verify=True, programs=LAYERS) == 0
     assert torch.equal(case.destination, case.expected)
 
 
