@@ -5,20 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from _plain_memory import PLAIN, open_plain_driver
 
 from pdkv.kvcache import AttentionSpec, GrowableKVCache, KVCacheConfig, KVCacheLayout
-from pdkv.memory import open_driver
+from pdkv.memory import MemoryDriver, open_driver
 
 HEADS, HEAD_SIZE, DTYPE = 8, 64, "bfloat16"
 PAGE_NBYTES_OF_TOKEN = HEADS * 2 * HEAD_SIZE * 2  # 2 KiB: a block of 16 tokens is 32 KiB
 
 
+def _open(driver: str) -> MemoryDriver:
+    return open_plain_driver() if driver == PLAIN else open_driver(driver)
+
+
 def build(driver: str, *, layers: int, blocks: int, tokens: int = 16, layout: str = "LBHNC") -> GrowableKVCache:
-    """A committed cache; each of its pages is `tokens` times 2 KiB."""
+    """A committed cache; each of its pages is `tokens` times 2 KiB.
+
+    Args:
+        driver: of :func:`pdkv.memory.open_driver`, or :data:`_plain_memory.PLAIN`.
+    """
     spec = AttentionSpec(HEADS, tokens, HEAD_SIZE, DTYPE)
     names = [f"layer.{index}" for index in range(layers)]
     config = KVCacheConfig.uniform(names, spec, blocks, KVCacheLayout[layout])
-    cache = GrowableKVCache(config, open_driver(driver))
+    cache = GrowableKVCache(config, _open(driver))
     cache.commit(blocks, defragment=True)
     return cache
 

@@ -20,7 +20,6 @@ from pdkv.kvcache import GrowableKVCache
 from pdkv.testing.child import Child
 from pdkv.transfer.transport import Transfer
 from pdkv_connectors.ipc import BlockColumns
-from pdkv_connectors.ipc.transport import THROTTLED_PROGRAMS
 
 SWEEP = (16, 32, 64, 132)
 NUM_STEPS = 300
@@ -151,6 +150,7 @@ def _beside_decoding(cache: GrowableKVCache, there: dict[str, Any], largest: int
 
 
 def _beside_step(name: str, cache: GrowableKVCache, there: dict[str, Any], largest: int) -> Iterator[Row]:
+    """Captured steps, whose kernels leave no pause between them: what `_transfer_engine` measures, at its worst."""
     decoding = Decoding(name)
     pairs = BlockColumns(*(scattered(cache.num_committed_blocks, largest, seed) for seed in (5, 6)))
     nbytes = largest * BLOCK_NBYTES
@@ -165,13 +165,9 @@ def _beside_step(name: str, cache: GrowableKVCache, there: dict[str, Any], large
         finally:
             reader.transport.close()
         base = reference(f"{name}, a decode step alone ({programs})", alone)
-        target = programs == THROTTLED_PROGRAMS
-        title = f"{name}, a step beside a transfer of {programs} programs"
         yield base
-        yield time_ratio(title, busy, base, 1.15 if target else None)
-        title = f"{name}, that transfer of {programs} programs"
-        # 400 GB/s is what the transfer must reach.
-        yield within(title, seconds, nbytes / 400e9, nbytes) if target else reference(title, seconds, nbytes)
+        yield time_ratio(f"{name}, a step beside a transfer of {programs} programs", busy, base, None)
+        yield reference(f"{name}, that transfer of {programs} programs", seconds, nbytes)
 
 
 def _steps_beside_transfers(decoding: Decoding, reader: Reader, pairs: BlockColumns, depth: int) -> list[float]:

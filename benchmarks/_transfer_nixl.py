@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from _plain_memory import PLAIN
 from _transfer_cache import PAGE_NBYTES_OF_TOKEN, build, require_moved
 from _transfer_rows import Row, bandwidth_share, interleaved, reference, time_ratio, within
 
@@ -120,12 +121,14 @@ class Reader:
 
 
 def nixl_rows(owner: Child, driver: str, quick: bool, say: Callable[[str], None]) -> list[Row]:
-    """All rows; raises SystemExit where a byte is wrong."""
+    """All rows, of :data:`PLAIN` memory those of merging only; raises SystemExit where a byte is wrong."""
     wanted, repeats = (128, 3) if quick else (256, 9) if driver == "host" else (512, 9)
     with ExitStack() as stack:
         stack.callback(owner.ask, "close")
         rows = _merging(owner, driver, wanted, repeats, stack)
         say("merging done")
+        if driver == PLAIN:
+            return rows
         rows += _verified(owner, driver, wanted // 2, repeats, stack)
         say("sums done")
         rows += _over_tcp(owner, driver, wanted, repeats, stack)
@@ -159,7 +162,8 @@ def _merging(owner: Child, driver: str, wanted: int, repeats: int, stack: ExitSt
     for side in prepared:
         side.release()
     each = reference(f"NIXL ({driver}), a descriptor per block and layer, none merged", times["each"], nbytes)
-    target = 10.0 if driver != "host" else None
+    # Growable memory of a GPU is emulated by UCX where it cannot be exported, at one speed whatever the descriptors.
+    target = 10.0 if driver == PLAIN else None
     faster = bandwidth_share(f"nixl ({driver}), runs of {RUN} merged", times["merged"], each, target, nbytes)
     return [
         each,

@@ -82,11 +82,12 @@ STEPS = (
 ON_REQUEST = (
     tests("ipc", "test_ipc_cuda.py", 240),
     Step("transfer", ("benchmarks/transfer.py", "--only", "cuda"), 150),
+    Step("transfer-engine", ("benchmarks/transfer.py", "--only", "cuda-engine"), 240),
     Step("sleep", ("benchmarks/gpu_sleep.py",), 90),
     tests("vllm-sizing", "test_vllm_sizing.py", 420),
     tests("nixl", "test_gpu_transport.py", 300),
     tests("vllm-pdkv", "test_vllm_pdkv.py", 420),
-    Step("transfer-nixl", ("benchmarks/transfer.py", "--only", "nixl-cuda", "--quick"), 150),
+    Step("transfer-nixl", ("benchmarks/transfer.py", "--only", "nixl-cuda-malloc,nixl-cuda", "--quick"), 150),
     tests("vllm-sleep", "test_vllm_sleep.py", 480),
     tests("vllm-tp2", "test_vllm_tp2.py", 300),
     tests("ipc-cards", "test_ipc_two_cards.py", 150),

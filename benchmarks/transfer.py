@@ -1,6 +1,6 @@
 """How fast blocks move between two engines of one machine, each time beside its reference in the same run.
 
-    python benchmarks/transfer.py [--quick] [--json FILE] [--png FILE] [--only host,nixl,cuda,nixl-cuda,cuda-cards]
+    python benchmarks/transfer.py [--quick] [--json FILE] [--png FILE] [--only PLACES]
 
 P is a process of its own, D is this one; both have a cache of 32 layers with 32 KiB a block and layer, and blocks are
 paired at random. Times are medians (of decode steps beside a transfer means), and wall times: they begin with the lists
@@ -19,18 +19,28 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
+from _plain_memory import PLAIN
 from _report import add_report_options, draw_bars, headline, keep_record, table, write_json
 from _transfer_rows import HEADINGS, Row
 
 ROOT = Path(__file__).parents[1]
 OWNER = Path(__file__).parent / "_transfer_owner.py"
-#: What `--only` takes, and whose memory that is; `cuda-cards` has its owner on a second GPU.
-PLACES = {"host": "host", "nixl": "host", "cuda": "cuda", "nixl-cuda": "cuda", "cuda-cards": "cuda"}
+#: What `--only` takes, and whose memory that is. With `nixl` NIXL moves it, else ipc: on one GPU by itself, beside vLLM
+#: that decodes there, or from a second GPU.
+PLACES = {
+    "host": "host",
+    "nixl": "host",
+    "cuda": "cuda",
+    "cuda-engine": "cuda",
+    "nixl-cuda-malloc": PLAIN,
+    "nixl-cuda": "cuda",
+    "cuda-cards": "cuda",
+}
 NIXL_OWNER = Path(__file__).parent / "_transfer_nixl_owner.py"
 
 
 def measure(where: str, quick: bool) -> Iterator[Row]:
-    """The rows of "host", "cuda" or "cuda-cards" (ipc), "nixl" or "nixl-cuda" (NIXL over host or device memory)."""
+    """The rows of one of :data:`PLACES`, as they come."""
     from pdkv.testing.child import Child
 
     paths = [str(ROOT), str(ROOT / "connectors"), os.environ.get("PYTHONPATH", "")]
@@ -57,6 +67,10 @@ def measure(where: str, quick: bool) -> Iterator[Row]:
             from _transfer_host import host_rows
 
             yield from host_rows(start(OWNER), start, quick, say)
+        elif where == "cuda-engine":
+            from _transfer_engine import engine_rows
+
+            yield from engine_rows(start(OWNER), quick, say)
         else:
             from _transfer_cuda import cards_rows, cuda_rows
 
@@ -64,9 +78,12 @@ def measure(where: str, quick: bool) -> Iterator[Row]:
 
 
 def default_places() -> list[str]:
-    """The host, NIXL where it is installed, and both on a GPU where there is one."""
-    nixl = ["nixl"] * (find_spec("nixl") is not None)
-    return ["host", *nixl] + (["cuda", *(f"{name}-cuda" for name in nixl)] if cards() else [])
+    """All for which there are devices and packages, but `cuda-cards`."""
+    absent = {"cuda-cards"}
+    for package, prefix in (("nixl", "nixl"), ("vllm", "cuda-engine")):
+        if find_spec(package) is None:
+            absent |= {place for place in PLACES if place.startswith(prefix)}
+    return [place for place in PLACES if place not in absent and (cards() or PLACES[place] == "host")]
 
 
 def cards() -> int:

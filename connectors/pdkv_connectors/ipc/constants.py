@@ -21,8 +21,8 @@ class Tiling:
     warps: int
 
 
-WHOLE_DEVICE = Tiling(2048, 4)
-"""For a copy of as many programs as there are items. On an H200 tiles of 512 to 4096 words copied equally fast."""
+WHOLE_DEVICE = Tiling(512, 4)
+"""For a copy of as many programs as there are items: on an H200 many small ones copy a little more than larger ones."""
 
 BESIDE_OTHERS = Tiling(4096, 16)
 """For a copy of few programs beside decoding. A decode step of an H200 loses to it what its bytes take of the memory's
