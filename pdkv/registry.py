@@ -9,12 +9,12 @@ takes a keyword argument ``verify``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from inspect import signature
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pdkv.errors import ConfigError, ConnectorError, TransportError
 
@@ -34,12 +34,34 @@ class ConnectorEntry:
         vllm_class: value for ``kv_connector`` in vLLM's ``--kv-transfer-config``.
         vllm_module_path: value for ``kv_connector_module_path``.
         summary: one line for ``--help``.
+        check: ``module:function`` that refuses, by ConfigError, what an engine would refuse of its settings; called
+            with vLLM's ``kv_connector_extra_config`` and the engine's environment before the engine is started, so it
+            imports no engine. Empty: nothing is checked before.
     """
 
     name: str
     vllm_class: str
     vllm_module_path: str
     summary: str
+    check: str = ""
+
+    def check_settings(self, extra: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        """Call what `check` names.
+
+        Raises:
+            ConfigError: the engine would refuse a setting.
+            ConnectorError: what `check` names is not there.
+        """
+        if not self.check:
+            return
+        try:
+            check = EntryPoint(self.name, self.check, GROUP).load()
+        except (ImportError, AttributeError) as error:
+            raise ConnectorError(
+                f"the connector {self.name!r} names {self.check!r} to check its settings, which cannot be loaded "
+                f"({error}); correct it in the distribution that announces it."
+            ) from error
+        check(extra, environment)
 
 
 def _entry_points() -> dict[str, EntryPoint]:

@@ -9,6 +9,7 @@ PDKV = ConnectorEntry(
     vllm_class="PdkvConnector",
     vllm_module_path="pdkv_connectors.vllm.connector",
     summary="decode reads KV from prefill by pdkv's own protocol, over the transport of your choice",
+    check="pdkv_connectors.vllm.before_start:check_session",
 )
 
 NIXL_PULL = ConnectorEntry(
@@ -16,6 +17,7 @@ NIXL_PULL = ConnectorEntry(
     vllm_class="PdkvNixlPullConnector",
     vllm_module_path="pdkv_connectors.vllm.nixl",
     summary="decode reads KV from prefill over NIXL, after prefill has finished",
+    check="pdkv_connectors.vllm.before_start:check_nixl",
 )
 
 NIXL_PUSH = ConnectorEntry(
@@ -23,4 +25,5 @@ NIXL_PUSH = ConnectorEntry(
     vllm_class="PdkvNixlPushConnector",
     vllm_module_path="pdkv_connectors.vllm.nixl",
     summary="prefill writes KV to decode over NIXL, as soon as prefill has finished",
+    check="pdkv_connectors.vllm.before_start:check_nixl",
 )

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from pdkv import registry
 from pdkv.errors import ConfigError, LaunchError
-from pdkv.launch.command import STOCK_NIXL, engine_command, proxy_command, side_channel_address
+from pdkv.launch.command import STOCK_NIXL, Command, engine_command, proxy_command, side_channel_address
 from pdkv.launch.machine import check_port, pick_free_ports, resolve, share_cpus, share_memory
 from pdkv.launch.process import Report
 from pdkv.launch.settings import ENGINE_READY_TIMEOUT_S, EngineSettings, PDSettings, engine_settings
@@ -51,10 +52,7 @@ class PDDeployment(Deployment):
             decode = replace(decode, side_channel_peers=(side_channel_address(prefill),))
         self.settings = replace(settings, prefill=prefill, decode=decode, proxy_port=proxy_port)
         self._status_dirs = _status_dirs(settings.status_dir or log_dir / "status", (prefill, decode))
-        engines = [
-            engine_command(engine, connector_of(engine), self._status_dirs.get(engine.role))
-            for engine in (prefill, decode)
-        ]
+        engines = [_checked_command(engine, self._status_dirs.get(engine.role)) for engine in (prefill, decode)]
         proxy = proxy_command(
             [engines[0].url],
             [engines[1].url],
@@ -108,7 +106,7 @@ class EngineDeployment(Deployment):
         self._status_dirs = _status_dirs(status_dir or chosen_log_dir / "status", (self.settings,))
         status = self._status_dirs.get(self.settings.role)
         super().__init__(
-            [[engine_command(self.settings, connector_of(self.settings), status)]],
+            [[_checked_command(self.settings, status)]],
             ready_timeout_s=ready_timeout_s,
             log_dir=chosen_log_dir,
             own_log_dir=log_dir is None,
@@ -149,6 +147,15 @@ def connector_of(engine: EngineSettings) -> ConnectorEntry | None:
     if engine.kind == "stock":
         return None
     return STOCK_NIXL if engine.kind == "stock-pd" else registry.find(engine.connector)
+
+
+def _checked_command(engine: EngineSettings, status_dir: Path | None) -> Command:
+    """The engine's command. ConfigError where it would refuse a setting a minute later, when its model is loaded."""
+    connector = connector_of(engine)
+    command = engine_command(engine, connector, status_dir)
+    if connector is not None:
+        connector.check_settings(engine.connector_config, command.environment(os.environ))
+    return command
 
 
 def read_status(folder: Path | None) -> dict[str, Any]:

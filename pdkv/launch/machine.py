@@ -17,8 +17,6 @@ from pdkv.sockets import bind, describe_bind_failure
 #: Of the host's or card's memory, what the engines of one deployment may use together; the rest is left to others.
 SHARED_MEMORY = 0.8
 UTILIZATION_VARIABLE = "PDKV_MEMORY_UTILIZATION"
-#: The connector of pdkv's own protocol, which alone takes the launcher's options for keys and peers.
-SESSION_CONNECTOR = "pdkv"
 # As vLLM reads VLLM_CPU_OMP_THREADS_BIND: one list for each rank, 4 digits being more CPUs than a machine has.
 _CPU_LIST = r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*"
 _CPU_LISTS = re.compile(rf"{_CPU_LIST}(\|{_CPU_LIST})*", re.ASCII)
@@ -125,7 +123,7 @@ def resolve(engine: EngineSettings) -> EngineSettings:
     """The settings with every choice made: device, port, side-channel address and port. Checks model and ports.
 
     Raises:
-        ConfigError: the model folder is wrong, a port is taken, a CPU is not there, or the side channel cannot work.
+        ConfigError: the model folder is wrong, a port is taken, or a CPU is not there.
     """
     check_model(engine.model)
     side_host = engine.side_channel_host or engine.host
@@ -145,7 +143,6 @@ def resolve(engine: EngineSettings) -> EngineSettings:
         side_channel_port=engine.side_channel_port or side_port,
     )
     check_cpus(resolved)
-    check_side_channel(resolved)
     return resolved
 
 
@@ -162,19 +159,3 @@ def check_cpus(engine: EngineSettings) -> None:
             if int(cpu) not in allowed:
                 named = ",".join(map(str, sorted(allowed)))
                 raise ConfigError(f"cpus {engine.cpus!r} names CPU {cpu}; this process may use {named}.")
-
-
-def check_side_channel(engine: EngineSettings) -> None:
-    """Refuse keys and peers that the engine itself would refuse a minute later, when its model is loaded."""
-    if engine.kind != "pdkv" or engine.connector != SESSION_CONNECTOR:
-        return
-    from pdkv.transfer.sidechannel import SideChannelSettings
-
-    host = f"[{engine.side_channel_host}]" if ":" in str(engine.side_channel_host) else engine.side_channel_host
-    SideChannelSettings.from_values(
-        bind=f"{host}:{engine.side_channel_port}",
-        peers=",".join(engine.side_channel_peers),
-        peers_file=engine.side_channel_peers_file or "",
-        key_file=engine.side_channel_key_file or "",
-        insecure=engine.insecure_side_channel,
-    ).require_consistent()

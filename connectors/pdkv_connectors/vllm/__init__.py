@@ -3,6 +3,7 @@
 =======
 ==================  ====================================================================================
 ``settings``        the ``PDKV_*`` environment of an engine
+``before_start``    what an engine would refuse of its settings, for the launcher
 ``compat``          which vLLM versions are known, and a start-up check of every seam
 ``patches``         the few functions of vLLM that are replaced, each with the version it is for
 ``plugin``          the entry point that vLLM loads in each of its processes
@@ -31,7 +32,8 @@
 ``ends_decode``     requests whose KV comes from prefill
 ``ends_events``     what the scheduler tells the workers, and P tells D through the request
 ``ends_scheduler``  the scheduler's half of it
-``ends_support``    which engines have it, and their settings
+``ends_support``    which engines have it
+``ends_settings``   their settings
 ``block_transfers`` READs and WRITEs of block pairs by the stock worker's descriptors
 ``control``         the side channel between pdkv's engines
 ``stock_peers``     peers that run stock vLLM

@@ -10,54 +10,13 @@ from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NIXL_CONNECTOR_VERSION
 from vllm.platforms import current_platform
 
-from pdkv.errors import ConfigError
-from pdkv.transfer import Compatibility, ConsumerSettings, Descriptor, LeaseSettings, QuarantineSettings
+from pdkv.transfer import Compatibility, Descriptor
 from pdkv_connectors.vllm.ends import WorkerEnds
-from pdkv_connectors.vllm.settings import require_known
+from pdkv_connectors.vllm.ends_settings import consumer_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-
-#: Keys of ``kv_connector_extra_config``: the longest wait for blocks on decode, then for the KV; for an answer of
-#: prefill; for a transfer that was given up, before the agent is rebuilt; and how long prefill keeps blocks that have
-#: arrived, in case their request is preempted.
-SETTINGS = ("pdkv_wait_s", "pdkv_transfer_s", "pdkv_silence_s", "pdkv_rebuild_after_s", "pdkv_hold_s")
-
-
-def lease_settings(vllm_config: VllmConfig) -> LeaseSettings:
-    """From vLLM's own ``kv_lease_duration``, in the proportions that stock vLLM has: 30, 20 and 5 seconds."""
-    duration_s = vllm_config.kv_transfer_config.get_from_extra_config("kv_lease_duration", 30)
-    if isinstance(duration_s, bool) or not isinstance(duration_s, int | float) or not 1 <= duration_s < 86_400:
-        raise ConfigError(f"kv_lease_duration must be 1 to 86400 seconds, found {duration_s!r}; correct it.")
-    every_s = duration_s / 6
-    return LeaseSettings(
-        duration_s=duration_s, extension_s=duration_s * 2 / 3, renew_every_s=every_s, retry_every_s=min(1.0, every_s)
-    )
-
-
-def consumer_settings(vllm_config: VllmConfig, mode: str) -> ConsumerSettings:
-    """Decode's settings from ``--kv-transfer-config``.
-
-    Raises:
-        ConfigError: a time is not a positive number, or a setting is not known.
-    """
-    transfer = vllm_config.kv_transfer_config
-    extra = transfer.kv_connector_extra_config or {}
-    require_known(extra, SETTINGS)
-    times = {key: extra[key] for key in SETTINGS if key in extra}
-    for key, value in times.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 86_400:
-            raise ConfigError(f"{key} must be a number of seconds between 0 and a day, found {value!r}; correct it.")
-    rebuild_after_s = times.pop("pdkv_rebuild_after_s", QuarantineSettings().rebuild_after_s)
-    return ConsumerSettings(
-        mode="pull" if mode == "pull" else "push",
-        on_failure=transfer.kv_load_failure_policy,
-        lease=lease_settings(vllm_config),
-        quarantine=QuarantineSettings(rebuild_after_s=rebuild_after_s),
-        **{key.removeprefix("pdkv_"): float(value) for key, value in times.items()},
-    )
 
 
 def descriptor(vllm_config: VllmConfig, worker: Any) -> Descriptor:
@@ -73,11 +32,16 @@ def make_ends(
     vllm_config: VllmConfig, worker: Any, generation: int, report: Callable[[dict[str, Any]], None]
 ) -> WorkerEnds:
     """The worker's half for a stock worker that has registered its memory."""
+    transfer = vllm_config.kv_transfer_config
     return WorkerEnds(
         worker,
         descriptor(vllm_config, worker),
-        role=vllm_config.kv_transfer_config.kv_role,
-        settings=consumer_settings(vllm_config, worker._TRANSFER_MODE),
+        role=transfer.kv_role,
+        settings=consumer_settings(
+            transfer.kv_connector_extra_config or {},
+            mode=worker._TRANSFER_MODE,
+            on_failure=transfer.kv_load_failure_policy,
+        ),
         host=envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
         generation=generation,
         report=report,

@@ -6,7 +6,7 @@
     --kv-transfer-config '{"kv_connector": "PdkvNixlPullConnector", "kv_role": "kv_producer",
                            "kv_connector_module_path": "pdkv_connectors.vllm.nixl", "kv_buffer_device": "cpu"}'
 
-Optional times in seconds, in ``kv_connector_extra_config``: see `ends_support.SETTINGS`.
+Optional times in seconds, in ``kv_connector_extra_config``: see `ends_settings`.
 """
 
 from __future__ import annotations

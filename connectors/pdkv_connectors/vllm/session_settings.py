@@ -73,13 +73,29 @@ class ConnectorSettings:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, environment: Mapping[str, str] = os.environ) -> ConnectorSettings:
+        """Those of a rank of an engine; raises as :meth:`read` does."""
+        transfer = vllm_config.kv_transfer_config
+        return cls.read(
+            transfer.kv_connector_extra_config or {},
+            environment,
+            on_failure=transfer.kv_load_failure_policy,
+            rank=vllm_config.parallel_config.data_parallel_index,
+        )
+
+    @classmethod
+    def read(
+        cls, extra: Mapping[str, Any], environment: Mapping[str, str], *, on_failure: Any = "fail", rank: int = 0
+    ) -> ConnectorSettings:
         """Read and check everything.
+
+        Args:
+            extra: ``kv_connector_extra_config``.
+            on_failure: ``kv_load_failure_policy``.
+            rank: data-parallel.
 
         Raises:
             ConfigError: a value is not valid, two contradict each other, or a setting is not known.
         """
-        transfer = vllm_config.kv_transfer_config
-        extra: dict[str, Any] = transfer.kv_connector_extra_config or {}
         require_known(extra, _KNOWN)
         given = {
             name: str(extra.get(key, environment.get(variable, default))) for name, key, variable, default in _TEXTS
@@ -91,10 +107,10 @@ class ConnectorSettings:
             key_file=given["key_file"],
             insecure=_switch("pdkv_insecure", given["insecure"]),
         )
-        side_channel = _of_rank(side_channel, vllm_config.parallel_config.data_parallel_index)
+        side_channel = _of_rank(side_channel, rank)
         side_channel.require_consistent()
         verify = _switch("pdkv_verify", given["verify"]) if given["verify"] else None
-        session = _session(extra, transfer.kv_load_failure_policy)
+        session = _session(extra, on_failure)
         return cls(_transport(given["transport"]), verify, side_channel, session)
 
 

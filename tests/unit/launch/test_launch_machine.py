@@ -11,7 +11,6 @@ import pytest
 from pdkv.errors import ConfigError, LaunchError
 from pdkv.launch import PDDeployment, PDSettings, engine_settings, machine, read_status
 from pdkv.sockets import bind
-from pdkv.transfer.sidechannel import write_key_pair
 
 pytestmark = pytest.mark.cpu
 
@@ -150,29 +149,3 @@ def test_cpus_that_are_not_there_are_refused_before_an_engine_starts(monkeypatch
 def test_cpus_that_are_there_are_taken(monkeypatch, cpus):
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {0, 1, 2})
     machine.check_cpus(engines(cpus=cpus)[0])
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"side_channel_peers": ["nowhere"]}, "side channel address 'nowhere' was given; write host:port"),
-        ({"side_channel_peers": ["10.0.0.7:5600"]}, "can be reached from other machines and there is no key"),
-        ({"side_channel_key_file": "/no/such.key"}, "cannot read the keys /no/such.key"),
-        ({"side_channel_peers_file": "/no/such.peers"}, "cannot read the peers file /no/such.peers"),
-    ],
-)
-def test_keys_and_peers_that_the_engine_would_refuse_are_refused_before_it_starts(model, values, message):
-    settings = engine_settings(model=model, role="decode", connector="pdkv", device="cpu", **values)
-    with pytest.raises(ConfigError, match=message):
-        machine.resolve(settings)
-
-
-def test_a_secret_key_that_others_may_read_is_refused_before_an_engine_starts(model, tmp_path):
-    write_key_pair(tmp_path / "p.key")
-    settings = engine_settings(
-        model=model, role="decode", connector="pdkv", device="cpu", side_channel_key_file=str(tmp_path / "p.key")
-    )
-    machine.resolve(settings)
-    (tmp_path / "p.key").chmod(0o644)
-    with pytest.raises(ConfigError, match="can be read by others"):
-        machine.resolve(settings)
