@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from _report import keep_record
 
+from pdkv.arguments import COUNT, POSITIVE
 from pdkv.kvcache import AttentionSpec, GrowableKVCache, KVCacheConfig
 from pdkv.memory import open_driver
 
@@ -41,9 +42,9 @@ class Bench:
     def from_command_line(cls, doc: str | None, table: str) -> Bench:
         """As ``--gib``, ``--segments`` and ``--repeats`` say."""
         parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-        parser.add_argument("--gib", type=float, default=64.0)
-        parser.add_argument("--segments", type=int, default=32)
-        parser.add_argument("--repeats", type=int, default=5)
+        parser.add_argument("--gib", type=POSITIVE, default=64.0)
+        parser.add_argument("--segments", type=COUNT, default=32)
+        parser.add_argument("--repeats", type=COUNT, default=5)
         return cls(table, **vars(parser.parse_args()))
 
     def cache(self) -> GrowableKVCache:

@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 from _report import add_report_options, headline, table, write_json
 
+from pdkv.arguments import COUNT, MINUTES, NATURAL
+
 BLOCK_TOKENS = 16
 TOKENS_PER_S = 30.0  # of one request while it decodes
 TRANSFER_S = 0.05
@@ -161,9 +163,9 @@ def joint_runs(source: Sequence[int], destination: Sequence[int]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_report_options(parser)
-    parser.add_argument("--minutes", type=float, help="simulated time (default 60, quick: 6)")
-    parser.add_argument("--blocks", type=int, default=12_288, help="decode's pool (default 12288); P has a quarter")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=MINUTES, help="simulated time (default 60, quick: 6)")
+    parser.add_argument("--blocks", type=COUNT, default=12_288, help="decode's pool (default 12288); P has a quarter")
+    parser.add_argument("--seed", type=NATURAL, default=1)
     arguments = parser.parse_args()
     minutes = arguments.minutes or (6.0 if arguments.quick else 60.0)
     rows = [

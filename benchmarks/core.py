@@ -36,6 +36,8 @@ from _report import (
     write_json,
 )
 
+from pdkv.arguments import COUNT
+
 TIB = 1 << 40
 NOOP_CALLS = 200
 #: What a result is compared with: a key of the plain side.
@@ -192,9 +194,9 @@ def ratio_of(name: str, plain: Times, pdkv: Times) -> float | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_report_options(parser)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--blocks", type=int, help="blocks of 32 KiB a layer (default: 1024, with --quick 128)")
-    parser.add_argument("--repeats", type=int, help="(default: 7, with --quick 2)")
+    parser.add_argument("--layers", type=COUNT, default=32)
+    parser.add_argument("--blocks", type=COUNT, help="blocks of 32 KiB a layer (default: 1024, with --quick 128)")
+    parser.add_argument("--repeats", type=COUNT, help="(default: 7, with --quick 2)")
     arguments = parser.parse_args()
     size = Size(arguments.layers, arguments.blocks or (128 if arguments.quick else 1024))
     repeats = arguments.repeats or (2 if arguments.quick else 7)

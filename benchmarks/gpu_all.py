@@ -24,6 +24,8 @@ from typing import Any
 
 from _report import output_file, write_json
 
+from pdkv.arguments import SECONDS
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -179,7 +181,7 @@ def main() -> int:
     parser.add_argument("--only", help="steps to run, separated by commas")
     parser.add_argument("--list", action="store_true", help="list the steps and their deadlines, and stop")
     parser.add_argument("--logs", type=Path, help="keep each step's output in this folder")
-    parser.add_argument("--deadline", type=float, default=480.0, help="seconds for all steps together")
+    parser.add_argument("--deadline", type=SECONDS, default=480.0, help="seconds for all steps together")
     arguments = parser.parse_args()
     if arguments.list:
         for step in STEPS + ON_REQUEST:

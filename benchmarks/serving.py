@@ -40,6 +40,7 @@ from _report import (
 from _sides import KINDS, Side, build, require_memory, say, start
 from _stream import Answer, ask, random_prompt
 
+from pdkv.arguments import COUNT
 from pdkv.errors import PdkvError
 from pdkv.harness.model import prepare_model
 
@@ -209,13 +210,13 @@ def parse() -> argparse.Namespace:
     add_report_options(parser)
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help=f"local folder (default {DEFAULT_MODEL})")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="leave some out")
-    parser.add_argument("--turns", type=int, help="(default: 5, with --quick 1)")
-    parser.add_argument("--single", type=int, default=3, help="requests one by one in each turn (default 3)")
-    parser.add_argument("--burst", type=int, default=4, help="requests at once in each turn (default 4)")
-    parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument("--turns", type=COUNT, help="(default: 5, with --quick 1)")
+    parser.add_argument("--single", type=COUNT, default=3, help="requests one by one in each turn (default 3)")
+    parser.add_argument("--burst", type=COUNT, default=4, help="requests at once in each turn (default 4)")
+    parser.add_argument("--prompt-tokens", type=COUNT, default=256)
+    parser.add_argument("--output-tokens", type=COUNT, default=32)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--kv-bytes", type=int, default=256 << 20, help="KV cache of each engine (default 256 MiB)")
+    parser.add_argument("--kv-bytes", type=COUNT, default=256 << 20, help="KV cache of each engine (default 256 MiB)")
     parser.add_argument("--log-dir", type=Path, help="keep the engines' logs there")
     parser.add_argument("--dry-run", action="store_true", help="print the commands of all sides, start nothing")
     return parser.parse_args()

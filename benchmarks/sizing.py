@@ -101,9 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     common = {**COMMON, "model": options.model}
     share = FIXED_UTILIZATION * options.budget / node_bytes()
-    stock = StockEngine(extra_args=("--gpu-memory-utilization", f"{share:.6f}"), **common)
-    pdkv = EngineDeployment(engine_settings(role="prefill", engine_memory=options.budget - options.margin, **common))
     try:
+        stock = StockEngine(extra_args=("--gpu-memory-utilization", f"{share:.6f}"), **common)
+        left = options.budget - options.margin
+        pdkv = EngineDeployment(engine_settings(role="prefill", engine_memory=left, **common))
         results = [
             measure("stock vLLM, 0.92", stock, options.model, options.budget),
             measure("pdkv, measured", pdkv, options.model, options.budget),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pdkv.arguments import ArgumentParser, check_writable
+from pdkv.arguments import COUNT, SECONDS, ArgumentParser, check_writable
 from pdkv.errors import ConfigError
 from pdkv.harness.engines import EngineOptions, RequestOptions
 from pdkv.harness.prompts import STYLES
@@ -78,25 +78,23 @@ def parser() -> ArgumentParser:
 def add_questions(p: ArgumentParser, *, max_tokens: int) -> None:
     """The options of every program of the harness: what to ask, and how; :func:`check_questions` looks at them."""
     p.add_argument("--data", type=Path, required=True, help="problems in GSM8K's JSON-lines format")
-    p.add_argument("--limit", type=int, help="ask the first N problems only")
+    p.add_argument("--limit", type=COUNT, help="ask the first N problems only")
     p.add_argument("--prompt", default=STYLES[0], help=f"{' or '.join(STYLES)} (default: %(default)s)")
     p.add_argument("--few-shot", type=Path, help="solved examples (default: few_shot.jsonl beside --data)")
-    p.add_argument("--max-tokens", type=int, default=max_tokens, help="tokens of an answer (default: %(default)s)")
-    p.add_argument("--concurrency", type=int, default=2, help="requests at once (default: %(default)s)")
-    p.add_argument("--request-timeout", type=float, default=300, metavar="S", help="per request (default: %(default)s)")
+    p.add_argument("--max-tokens", type=COUNT, default=max_tokens, help="tokens of an answer (default: %(default)s)")
+    p.add_argument("--concurrency", type=COUNT, default=2, help="requests at once (default: %(default)s)")
+    p.add_argument(
+        "--request-timeout", type=SECONDS, default=300, metavar="S", help="per request (default: %(default)s)"
+    )
     p.add_argument("--report", type=Path, help="write the JSON report here")
 
 
 def check_questions(a: argparse.Namespace) -> None:
-    """Refuse numbers that make no sense, and files that could not be written when a run of minutes is over.
+    """Refuse files that could not be written when a run of minutes is over.
 
     Raises:
         ConfigError: see above.
     """
-    for name in ("limit", "max_tokens", "concurrency", "request_timeout"):
-        value = getattr(a, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
     check_writable("--report", a.report)
 
 
@@ -114,9 +112,9 @@ def _add_engines(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--prefill-kv-bytes", metavar="SIZE", help="the same for prefill alone (default: --kv-bytes)")
     group.add_argument("--engine-memory", metavar="SIZE",
                        help="let prefill and decode size their caches by what warmup leaves of this")  # fmt: skip
-    group.add_argument("--max-model-len", type=int, default=1024, help="default: %(default)s")
-    group.add_argument("--block-size", type=int, default=32, help="tokens per block (default: %(default)s)")
-    group.add_argument("--ready-timeout", type=float, default=ENGINE_READY_TIMEOUT_S, metavar="S",
+    group.add_argument("--max-model-len", type=COUNT, default=1024, help="default: %(default)s")
+    group.add_argument("--block-size", type=COUNT, default=32, help="tokens per block (default: %(default)s)")
+    group.add_argument("--ready-timeout", type=SECONDS, default=ENGINE_READY_TIMEOUT_S, metavar="S",
                        help="seconds until an engine must be ready (default: %(default)s)")  # fmt: skip
     group.add_argument("--log-dir", type=Path, help="folder for logs (default: one that is removed after a clean end)")
     group.add_argument("--decode-prefix-caching", action="store_true",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pdkv import registry
-from pdkv.arguments import ArgumentParser
+from pdkv.arguments import COUNT, SECONDS, ArgumentParser
 from pdkv.errors import ConfigError
 from pdkv.harness.client import Completion, ask_all
 from pdkv.harness.compare import Result, compare
@@ -218,9 +218,9 @@ def parser() -> ArgumentParser:
     add_questions(p, max_tokens=64)
     p.add_argument("--connector", action="append", help="KV connector; repeat for more (default: nixl-pull, nixl-push)")
     p.add_argument("--kv-bytes", default="256MiB", metavar="SIZE", help="KV budget of an engine (default: %(default)s)")
-    p.add_argument("--max-model-len", type=int, default=1024, help="default: %(default)s")
-    p.add_argument("--block-size", type=int, default=32, help="tokens per block (default: %(default)s)")
-    p.add_argument("--ready-timeout", type=float, default=ENGINE_READY_TIMEOUT_S, metavar="S")
+    p.add_argument("--max-model-len", type=COUNT, default=1024, help="default: %(default)s")
+    p.add_argument("--block-size", type=COUNT, default=32, help="tokens per block (default: %(default)s)")
+    p.add_argument("--ready-timeout", type=SECONDS, default=ENGINE_READY_TIMEOUT_S, metavar="S")
     p.add_argument("--log-dir", type=Path, help="folder for logs and status files")
     return p
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -15,6 +14,9 @@ if TYPE_CHECKING:
     import argparse
 
 _log = logging.getLogger(__name__)
+
+# Beyond any memory; times the bytes of a machine it is still far from what a float holds.
+_LARGEST = 1e18
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -58,8 +60,8 @@ class SizingConstants:
     def __post_init__(self) -> None:
         for name in ("margin_floor_bytes", "margin_fraction", "non_torch_reserve_bytes", "weight_update_factor"):
             value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"{name} must be a finite number of at least 0, not {value}")
+            if not 0 <= value <= _LARGEST:
+                raise ConfigError(f"{name} must be a finite number of at least 0 and at most {_LARGEST:g}, not {value}")
         if not 0 <= self.warmup_reserve_fraction < 1:
             raise ConfigError(f"warmup_reserve_fraction must be in [0, 1), not {self.warmup_reserve_fraction}")
         for name in ("growable_utilization", "fixed_utilization"):

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from pdkv.arguments import ArgumentParser
+from pdkv.arguments import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, ArgumentParser, Number
 from pdkv.errors import PdkvError
 from pdkv.kvcache.sizing import SizingConstants
 from pdkv.planner.dtypes import KV_CACHE_DTYPES
@@ -40,13 +40,13 @@ def build_parser() -> ArgumentParser:
     )
     parser.add_argument("--model", required=True, help="preset, config.json, or a model's folder")
     parser.add_argument("--gpu", help="preset or memory of one GPU, such as 141GiB")
-    parser.add_argument("--tp", type=int, default=1, help="tensor parallelism (1)")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline parallelism (1)")
-    parser.add_argument("--block-size", type=int, default=16, help="tokens per block (16)")
+    parser.add_argument("--tp", type=COUNT, default=1, help="tensor parallelism (1)")
+    parser.add_argument("--pp", type=COUNT, default=1, help="pipeline parallelism (1)")
+    parser.add_argument("--block-size", type=COUNT, default=16, help="tokens per block (16)")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, metavar="DTYPE", help="(auto)")
     parser.add_argument("--dtype", help="the model's dtype, where not that of its config.json")
-    parser.add_argument("--context", type=int, help="tokens per request (the model's longest)")
-    parser.add_argument("--concurrency", type=int, help="requests that should run at once")
+    parser.add_argument("--context", type=COUNT, help="tokens per request (the model's longest)")
+    parser.add_argument("--concurrency", type=COUNT, help="requests that should run at once")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", metavar="FILE", help="write memory over context length as an image")
     _add_memory_options(parser)
@@ -57,7 +57,7 @@ def build_parser() -> ArgumentParser:
 
 def _add_memory_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory, per rank unless said otherwise; sizes as 2GiB, 500MB or bytes")
-    group.add_argument("--util", type=float, help="memory utilization (1.0 growable, 0.92 fixed)")
+    group.add_argument("--util", type=SHARE, help="memory utilization (1.0 growable, 0.92 fixed)")
     group.add_argument("--fixed", action="store_true", help="a cache sized before warmup, as stock engines have it")
     group.add_argument("--kv-bytes", type=parse_bytes, metavar="SIZE", help="the KV cache itself, in place of --gpu")
     group.add_argument("--weights", type=parse_bytes, metavar="SIZE", help="weights over all ranks")
@@ -65,22 +65,26 @@ def _add_memory_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--non-torch", type=parse_bytes, metavar="SIZE", help="contexts, NCCL, workspaces")
     group.add_argument("--graphs", type=parse_bytes, metavar="SIZE", help="captured graphs")
     group.add_argument("--granule", type=parse_bytes, metavar="SIZE", default=CUDA_GRANULE_BYTES, help="(2MiB)")
-    group.add_argument("--watermark", type=float, default=0.01, help="share of blocks kept free (0.01)")
-    group.add_argument("--in-flight-tokens", type=int, default=2, help="of one request, scheduled and not settled (2)")
-    group.add_argument("--state-blocks", type=int, default=1, help="per request; 2 with prefix caching (1)")
+    group.add_argument(
+        "--watermark", type=Number(least=0, most=1), default=0.01, help="share of blocks kept free (0.01)"
+    )
+    group.add_argument(
+        "--in-flight-tokens", type=COUNT, default=2, help="of one request, scheduled and not settled (2)"
+    )
+    group.add_argument("--state-blocks", type=COUNT, default=1, help="per request; 2 with prefix caching (1)")
 
 
 def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("traffic")
-    group.add_argument("--arrivals", type=float, metavar="PER_S", help="requests a second; needed for this section")
-    group.add_argument("--prompt", type=int, metavar="TOKENS", help="prompt length (half the context)")
-    group.add_argument("--output", type=int, default=256, metavar="TOKENS", help="output length (256)")
-    group.add_argument("--queue-ms", type=float, default=0.0, help="wait before the transfer (0)")
-    group.add_argument("--ttft-ms", type=float, help="target for the time to first token")
-    group.add_argument("--prefill-rate", type=float, metavar="TOKENS_PER_S", help="of one P engine")
-    group.add_argument("--decode-rate", type=float, metavar="TOKENS_PER_S", help="of one D engine, all requests")
-    group.add_argument("--link-gbps", type=float, metavar="GB_PER_S", help="link from P to D in 10^9 bytes a second")
-    group.add_argument("--tpot-ms", type=float, help="time between two tokens of one request")
+    group.add_argument("--arrivals", type=POSITIVE, metavar="PER_S", help="requests a second; needed for this section")
+    group.add_argument("--prompt", type=COUNT, metavar="TOKENS", help="prompt length (half the context)")
+    group.add_argument("--output", type=COUNT, default=256, metavar="TOKENS", help="output length (256)")
+    group.add_argument("--queue-ms", type=NOT_NEGATIVE, default=0.0, help="wait before the transfer (0)")
+    group.add_argument("--ttft-ms", type=POSITIVE, help="target for the time to first token")
+    group.add_argument("--prefill-rate", type=POSITIVE, metavar="TOKENS_PER_S", help="of one P engine")
+    group.add_argument("--decode-rate", type=POSITIVE, metavar="TOKENS_PER_S", help="of one D engine, all requests")
+    group.add_argument("--link-gbps", type=POSITIVE, metavar="GB_PER_S", help="link from P to D in 10^9 bytes a second")
+    group.add_argument("--tpot-ms", type=POSITIVE, help="time between two tokens of one request")
 
 
 def _request(options: argparse.Namespace) -> PlanRequest:

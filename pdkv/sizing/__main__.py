@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pdkv.arguments import ArgumentParser
+from pdkv.arguments import COUNT, ArgumentParser
 from pdkv.errors import ConfigError, PdkvError
 from pdkv.kvcache.sizing_constants import MIB, SizingConstants
 from pdkv.sizing.engine_sweep import Load, sweep_engine
@@ -41,10 +41,10 @@ def build_parser() -> ArgumentParser:
     sweep.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="of --torch-workload (cpu)")
     sweep.add_argument("--lengths", type=_numbers, default=(32, 256, 900), help="prompt tokens (32,256,900)")
     sweep.add_argument("--concurrency", type=_numbers, default=(1, 8, 32), help="requests at once (1,8,32)")
-    sweep.add_argument("--output", type=int, default=16, metavar="TOKENS", help="of each request (16)")
-    sweep.add_argument("--batched-tokens", type=int, default=2048, help="of one step (2048)")
+    sweep.add_argument("--output", type=COUNT, default=16, metavar="TOKENS", help="of each request (16)")
+    sweep.add_argument("--batched-tokens", type=COUNT, default=2048, help="of one step (2048)")
     sweep.add_argument(
-        "--warmup-seqs", type=int, metavar="N", help="of --torch-workload: requests in warmup's step (most at once)"
+        "--warmup-seqs", type=COUNT, metavar="N", help="of --torch-workload: requests in warmup's step (most at once)"
     )
     sweep.add_argument("--json", type=Path, metavar="FILE", help="write the report")
     sweep.add_argument("--plot", type=Path, metavar="FILE", help="write a picture; png, svg or pdf")
@@ -52,7 +52,7 @@ def build_parser() -> ArgumentParser:
     for name in ("engine-memory", "kv-bytes", "granule"):
         engine.add_argument(f"--{name}", metavar="SIZE", help="as the launcher's")
     for name in ("block-size", "max-model-len"):
-        engine.add_argument(f"--{name}", type=int, help="as the launcher's")
+        engine.add_argument(f"--{name}", type=COUNT, help="as the launcher's")
     engine.add_argument("--dtype", help="as the launcher's")
     engine.add_argument("--log-dir", type=Path, help="folder for the engine's log and status")
     SizingConstants.add_arguments(sweep)
@@ -124,10 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    numbers = tuple(int(part) for part in text.split(","))
-    if not numbers or min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of at least 1")
-    return numbers
+    return tuple(int(COUNT(part)) for part in text.split(","))
 
 
 def _mib(nbytes: int) -> str:

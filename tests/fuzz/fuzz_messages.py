@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import platform
 import random
 import subprocess
@@ -25,6 +26,8 @@ from typing import Any, Protocol
 
 import atheris
 import msgspec
+
+from pdkv.arguments import MINUTES
 
 with atheris.instrument_imports(include=["pdkv.transfer", "pdkv.memory.imported", "pdkv_connectors"]):
     from endpoints import Endpoints
@@ -152,7 +155,7 @@ def fuzz(names: list[str], folder: Path, counts: Path, options: list[str]) -> No
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("build/fuzz"))
-    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--minutes", type=MINUTES, default=10.0)
     parser.add_argument("--json", type=Path, help="write what ran, and what was found")
     parser.add_argument("--only", default=",".join(KINDS), help="some of %(default)s")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
@@ -165,7 +168,7 @@ def main() -> int:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     counts = arguments.folder.with_name(arguments.folder.name + "-counts.json")
     counts.write_text("{}")
-    limit = f"-max_total_time={round(60 * arguments.minutes)}"
+    limit = f"-max_total_time={math.ceil(60 * arguments.minutes)}"
     ran = subprocess.run(
         [sys.executable, __file__, *sys.argv[1:], "--child", str(counts), limit, f"-artifact_prefix={counts.parent}/"],
         check=False,

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, cast, get_args
 
+from pdkv.arguments import NOT_NEGATIVE
 from pdkv.errors import ConfigError
 
 Probe = Literal["never", "device", "always"]
@@ -56,7 +57,7 @@ class NixlSettings:
             raise ConfigError(f"PDKV_SLOW_PROBE must be warn or fail, found {on_slow!r}; correct it or unset it.")
         return cls(
             probe="device" if probe == "1" else "never",
-            min_probe_gbps=_gbps(environment.get("PDKV_MIN_PROBE_GBPS")),
+            min_probe_gbps=NOT_NEGATIVE.of_variable(environment, "PDKV_MIN_PROBE_GBPS"),
             on_slow=cast(OnSlow, on_slow),
         )
 
@@ -65,15 +66,3 @@ class NixlSettings:
         if self.min_probe_gbps is not None:
             return self.min_probe_gbps
         return SLOW_DEVICE_GBPS if memory == "VRAM" else 0.0
-
-
-def _gbps(text: str | None) -> float | None:
-    if not text:
-        return None
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not 0 <= found < float("inf"):
-        raise ConfigError(f"PDKV_MIN_PROBE_GBPS must be a number of GB/s, at least 0, found {text!r}; correct it.")
-    return found

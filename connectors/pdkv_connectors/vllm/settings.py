@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pdkv.arguments import COUNT, SECONDS, SHARE
 from pdkv.errors import ConfigError
-from pdkv.kvcache.sizing_constants import check_utilization
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -59,21 +59,21 @@ class EngineSettings:
         """Read and check the variables.
 
         Raises:
-            ConfigError: a value is not a positive whole number, or a switch neither 0 nor 1.
+            ConfigError: a number is not one that it may be, or a switch neither 0 nor 1.
         """
         status_dir = environment.get("PDKV_STATUS_DIR")
         return cls(
-            capacity_blocks=_positive(environment, "PDKV_CAPACITY_BLOCKS"),
-            warmup_blocks=_positive(environment, "PDKV_WARMUP_BLOCKS"),
-            engine_memory=_positive(environment, "PDKV_ENGINE_MEMORY"),
-            memory_utilization=_share(environment, "PDKV_MEMORY_UTILIZATION"),
-            granule=_positive(environment, "PDKV_GRANULE"),
+            capacity_blocks=_count(environment, "PDKV_CAPACITY_BLOCKS"),
+            warmup_blocks=_count(environment, "PDKV_WARMUP_BLOCKS"),
+            engine_memory=_count(environment, "PDKV_ENGINE_MEMORY"),
+            memory_utilization=SHARE.of_variable(environment, "PDKV_MEMORY_UTILIZATION"),
+            granule=_count(environment, "PDKV_GRANULE"),
             status_dir=Path(status_dir) if status_dir else None,
             probe=_switch(environment, "PDKV_PROBE", default=True),
-            admission_requests=_positive(environment, "PDKV_ADMISSION_REQUESTS"),
-            admission_blocks=_positive(environment, "PDKV_ADMISSION_BLOCKS"),
+            admission_requests=_count(environment, "PDKV_ADMISSION_REQUESTS"),
+            admission_blocks=_count(environment, "PDKV_ADMISSION_BLOCKS"),
             sleep=_switch(environment, "PDKV_SLEEP", default=False),
-            sleep_timeout_s=_number(environment, "PDKV_SLEEP_TIMEOUT", 30.0),
+            sleep_timeout_s=SECONDS.of_variable(environment, "PDKV_SLEEP_TIMEOUT") or 30.0,
             corrupt_received_kv=_switch(environment, "PDKV_CORRUPT_RECEIVED_KV", default=False),
         )
 
@@ -93,37 +93,9 @@ def _switch(environment: Mapping[str, str], name: str, *, default: bool) -> bool
     return text == "1"
 
 
-def _number(environment: Mapping[str, str], name: str, default: float) -> float:
-    text = environment.get(name)
-    try:
-        value = float(text) if text else default
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"{name} must be a number above 0, found {text!r}; correct it or unset it.")
-    return value
-
-
-def _share(environment: Mapping[str, str], name: str) -> float | None:
-    text = environment.get(name)
-    if not text:
-        return None
-    try:
-        return check_utilization(float(text), name)
-    except ValueError:  # no number, or out of range
-        raise ConfigError(
-            f"{name} must be a number above 0 and at most 1, found {text!r}; correct or unset it."
-        ) from None
-
-
-def _positive(environment: Mapping[str, str], name: str) -> int | None:
-    text = environment.get(name)
-    if not text:
-        return None
-    # Longer ones name more bytes than there are addresses, and Python refuses to convert thousands of digits.
-    if not text.isascii() or not text.isdigit() or len(text) > 18 or int(text) == 0:
-        raise ConfigError(f"{name} must be a whole number of at least 1, found {text!r}; correct it or unset it.")
-    return int(text)
+def _count(environment: Mapping[str, str], name: str) -> int | None:
+    value = COUNT.of_variable(environment, name)
+    return None if value is None else int(value)
 
 
 def require_known(extra: Mapping[str, Any], known: Collection[str]) -> None:

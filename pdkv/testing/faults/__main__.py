@@ -12,8 +12,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from pdkv.arguments import ArgumentParser
-from pdkv.errors import ConfigError, PdkvError
+from pdkv.arguments import COUNT, MINUTES, NATURAL, ArgumentParser
+from pdkv.errors import PdkvError
 from pdkv.testing.faults.soak import Totals, soak
 
 
@@ -29,22 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(prog="python -m pdkv.testing.faults", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=None, help="how long to run (default 1, if no --schedules)")
-    parser.add_argument("--schedules", type=int, default=None, help="how many schedules to run")
-    parser.add_argument("--seed", type=int, default=0, help="which schedules; the same seed gives the same ones")
+    parser.add_argument("--minutes", type=MINUTES, default=None, help="how long to run (default 1, if no --schedules)")
+    parser.add_argument("--schedules", type=COUNT, default=None, help="how many schedules to run")
+    parser.add_argument("--seed", type=NATURAL, default=0, help="which schedules; the same seed gives the same ones")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--processes", action="store_true", help="real processes in the place of the simulation")
     parser.add_argument("--transport", default="nixl", help="theirs, by its name in pdkv.transports (default nixl)")
-    options = parser.parse_args(arguments)
-    for name, is_allowed in (
-        ("minutes", options.minutes is None or 0 < options.minutes < math.inf),
-        ("schedules", options.schedules is None or options.schedules > 0),
-        ("seed", options.seed >= 0),
-    ):
-        if not is_allowed:
-            least = "of at least 0" if name == "seed" else "above 0"
-            raise ConfigError(f"--{name} is {getattr(options, name)}; give a number {least}.")
-    return options
+    return parser.parse_args(arguments)
 
 
 def _simulation(options: argparse.Namespace) -> int:

@@ -130,7 +130,7 @@ def test_an_unreachable_candidate_exits_3_before_the_reference_is_asked(
         (["--data", "D", "--reference-url", "http://x", "--candidate-url", "http://y"], "either --status-dir"),
         (["--data", "D", "--reference-url", "x", "--candidate-url", "http://y", "--tokens-only"], "no URL of a server"),
         (["--data", "D", "--candidate-url", "http://y", "--corrupt-received-kv"], "needs engines that the harness"),
-        (["--data", "D", "--model", "M", "--limit", "0"], "--limit is 0"),
+        (["--data", "D", "--model", "M", "--limit", "0"], "--limit: '0' is not a whole number of at least 1"),
         (["--data", "D", "--model", "M", "--max-tokens", "1024"], "--max-tokens 1024 leaves no room for a prompt"),
         (["--data", "D", "--model", "M", "--kv-bytes", "many"], "'many' is not a size"),
         (["--data", "D", "--model", "M"], "cannot read the data set D"),

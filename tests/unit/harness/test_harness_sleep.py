@@ -95,7 +95,10 @@ def test_an_unknown_connector_is_refused_before_anything_starts(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
-    [(["--concurrency", "0"], "--concurrency is 0"), (["--report", "/proc/nobody/report.json"], "cannot be written")],
+    [
+        (["--concurrency", "0"], "--concurrency: '0' is not a whole"),
+        (["--report", "/proc/nobody/report.json"], "cannot be written"),
+    ],
 )
 def test_what_would_fail_at_the_end_is_refused_at_the_start(arguments: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):

@@ -53,7 +53,7 @@ def test_what_the_connector_would_refuse_is_refused_before_an_engine_starts(mode
         ("PDKV_VERIFY", "2", "pdkv_verify must be 0 or 1"),
         ("PDKV_PROBE", "perhaps", "PDKV_PROBE must be 0 or 1"),
         ("PDKV_SLOW_PROBE", "cry", "PDKV_SLOW_PROBE must be warn or fail"),
-        ("PDKV_MIN_PROBE_GBPS", "inf", "PDKV_MIN_PROBE_GBPS must be a number of GB/s"),
+        ("PDKV_MIN_PROBE_GBPS", "inf", "PDKV_MIN_PROBE_GBPS must be a number of at least 0"),
         ("PDKV_SLEEP_TIMEOUT", "nan", "PDKV_SLEEP_TIMEOUT must be a number above 0"),
         ("PDKV_MEMORY_UTILIZATION", "1.5", "PDKV_MEMORY_UTILIZATION must be a number above 0 and at most 1"),
         ("PDKV_ADMISSION_REQUESTS", "0", "PDKV_ADMISSION_REQUESTS must be a whole number of at least 1"),
