@@ -90,7 +90,8 @@ def parser() -> ArgumentParser:
     p = ArgumentParser(
         prog="python -m pdkv.launch",
         description="Start a prefill engine, a decode engine, the proxy, or all three (role pd) and watch over them.",
-        epilog="Everything after -- goes to vLLM unchanged; with role pd to both engines.",
+        epilog="Everything after -- goes to vLLM unchanged; with role pd to both engines. Engines also read variables "
+        "called PDKV_…: python -m pydoc pdkv.launch.command lists them.",
         argument_default=argparse.SUPPRESS,
     )
     p.add_argument("--role", help=f"one of {', '.join(ROLES)}")

@@ -17,26 +17,38 @@ A decode engine differs in its ports, in ``"kv_role":"kv_consumer"`` and in its 
 ``python -m pdkv.proxy --prefill-url http://127.0.0.1:8100 --decode-url http://127.0.0.1:8200``.
 
 ``--kv-cache-memory-bytes`` is the final cache's budget; without it the cache is sized by what is free after warmup.
-The engine also reads these variables, all optional:
+All that an engine, and what it loads, reads of ``PDKV_*`` is in this table. All are optional; the launcher sets what it
+has options for, and passes the others on.
 
-===========================  ===========================================================================
-``PDKV_CAPACITY_BLOCKS``     blocks to reserve address space for
-``PDKV_WARMUP_BLOCKS``       blocks to commit before warmup
-``PDKV_ENGINE_MEMORY``       bytes that the engine may use in all, KV cache included
-``PDKV_MEMORY_UTILIZATION``  on CUDA, the share of the card; only to ask for vLLM's default on purpose
-``PDKV_GRANULE``             smallest chunk in bytes; host memory only
-``PDKV_STATUS_DIR``          folder for the engine's status files; unset: none are written
-``PDKV_PROBE``               0 skips the bandwidth probe at start-up on CUDA
-``PDKV_SIDE_CHANNEL``        connector pdkv: where to listen, ``host:port``
-``PDKV_SIDE_CHANNEL_PEERS``  connector pdkv, decode: where prefill engines listen, separated by commas
-``PDKV_PEERS_FILE``          connector pdkv: keys and addresses of peers, in the place of the list; see `pdkv.keys`
-``PDKV_KEY_FILE``            connector pdkv: the engine's secret key
+============================== ========================================================================================
+``PDKV_CAPACITY_BLOCKS``       blocks to reserve address space for (default: all the device's memory)
+``PDKV_WARMUP_BLOCKS``         blocks to commit before warmup (default: what a full batch of tokens needs)
+``PDKV_ENGINE_MEMORY``         bytes that the engine may use in all: weights, activations and KV cache (default: the
+                               memory utilization's share of the device)
+``PDKV_MEMORY_UTILIZATION``    on CUDA, the share of the card that the engine may use; needed only to ask for vLLM's
+                               default of ``--gpu-memory-utilization``, which counts as not given
+``PDKV_SIZING_…``              the constants of sizing, one variable each: :mod:`pdkv.kvcache.sizing_constants`
+``PDKV_GRANULE``               smallest chunk in bytes, host memory only (default: 2 MiB)
+``PDKV_STATUS_DIR``            folder for the engine's status files (default: none are written)
+``PDKV_SLEEP``                 1 lets an engine on a CPU sleep (on CUDA vLLM's ``--enable-sleep-mode`` does)
+``PDKV_SLEEP_TIMEOUT``         seconds that a sleep waits for requests, leases and transfers, if it does (default: 30)
+``PDKV_PROBE``                 0 skips the bandwidth probe at start-up on CUDA (default: 1)
+``PDKV_MIN_PROBE_GBPS``        connector pdkv over nixl: GB/s below which the probe finds fault (default: 5 for device
+                               memory, 0 for the host's)
+``PDKV_SLOW_PROBE``            and what it does then, ``warn`` (default) or ``fail``
+``PDKV_SIDE_CHANNEL``          connector pdkv: where to listen, ``host:port`` (default: 127.0.0.1, a free port)
+``PDKV_SIDE_CHANNEL_PEERS``    connector pdkv, decode: where prefill engines listen, separated by commas
+``PDKV_PEERS_FILE``            connector pdkv: keys and addresses of peers, in the place of the list; see `pdkv.keys`
+``PDKV_KEY_FILE``              connector pdkv: the engine's secret key
 ``PDKV_INSECURE_SIDE_CHANNEL`` connector pdkv: 1 to listen where other machines reach it, without keys
-``PDKV_TRANSPORT``           connector pdkv: ``auto`` or the name of a transport
-``PDKV_VERIFY``              connector pdkv: 1 to compare what arrives with prefill's sums, whatever moves it; 0: never
-``PDKV_ADMISSION_REQUESTS``  decode: requests that may wait for KV from prefill
-``PDKV_ADMISSION_BLOCKS``    decode: blocks that their prompts may have together
-===========================  ===========================================================================
+``PDKV_TRANSPORT``             connector pdkv: ``auto`` (default) or the name of a transport
+``PDKV_VERIFY``                connector pdkv: 1 to compare what arrives with prefill's sums, whatever moves it; 0: none
+                               (default: where it moves over ipc)
+``PDKV_ADMISSION_REQUESTS``    decode: requests that may wait for KV from prefill (default: ``max_num_seqs``)
+``PDKV_ADMISSION_BLOCKS``      decode: blocks that their prompts may have together (default: all)
+``PDKV_CORRUPT_RECEIVED_KV``   1 zeroes each block that decode has received, announced loudly in the log: a negative
+                               control for correctness harnesses
+============================== ========================================================================================
 
 ``python -m vllm...api_server`` and not ``vllm serve``: the CPU build is a distribution of another name, and the command
 looks for the metadata of one called vllm.

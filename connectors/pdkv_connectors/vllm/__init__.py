@@ -2,7 +2,7 @@
 
 =======
 ==================  ====================================================================================
-``settings``        the ``PDKV_*`` environment of an engine
+``settings``        the ``PDKV_*`` environment of an engine, listed in `pdkv.launch.command`
 ``before_start``    what an engine would refuse of its settings, for the launcher
 ``compat``          which vLLM versions are known, and a start-up check of every seam
 ``patches``         the few functions of vLLM that are replaced, each with the version it is for

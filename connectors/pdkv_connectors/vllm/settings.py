@@ -1,25 +1,7 @@
 """What an engine reads from its environment.
 
-The launcher sets these variables; a plain vLLM start may set them too. All are optional.
-
-===========================  ================================================================================
-``PDKV_CAPACITY_BLOCKS``     blocks to reserve address space for (default: all the device's memory)
-``PDKV_WARMUP_BLOCKS``       blocks to commit for warmup (default: what a full batch of tokens needs)
-``PDKV_ENGINE_MEMORY``       bytes that the engine may use in all: weights, activations and KV cache
-                             (default: the memory utilization's share of the device)
-``PDKV_MEMORY_UTILIZATION``  on CUDA, the share of the card that the engine may use; needed only to ask for
-                             vLLM's default of ``--gpu-memory-utilization``, which counts as not given
-``PDKV_GRANULE``             bytes per granule of the host driver (default: 2 MiB)
-``PDKV_STATUS_DIR``          folder for the status files (default: none are written)
-``PDKV_SLEEP``               1 lets an engine on a CPU sleep (on CUDA vLLM's ``--enable-sleep-mode`` does)
-``PDKV_SLEEP_TIMEOUT``       seconds that a sleep waits for requests, leases and transfers, if it does (default: 30)
-``PDKV_PROBE``               0 skips the bandwidth probe at start-up on CUDA (default: 1)
-``PDKV_ADMISSION_REQUESTS``  decode: requests that may wait for KV from prefill (default: ``max_num_seqs``)
-``PDKV_ADMISSION_BLOCKS``    decode: blocks that their prompts may have together (default: all)
-===========================  ================================================================================
-
-``PDKV_CORRUPT_RECEIVED_KV=1`` is a negative control for correctness harnesses: the decode engine zeroes each block that
-it has received. It is announced loudly in the log.
+The launcher sets these variables; a plain vLLM start may set them too. All are optional; :mod:`pdkv.launch.command`
+has the list of them with their defaults.
 """
 
 from __future__ import annotations
