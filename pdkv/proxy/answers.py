@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from pdkv.proxy.errors import ApiError, bad_request, engine_error
 from pdkv.proxy.upstream import Engine
+from pdkv_connectors.vllm.refusals import KIND
 
 logger = logging.getLogger("pdkv.proxy")
 
@@ -65,6 +66,8 @@ def read_json(content: bytes, kind: Any = Any) -> Any:
 def raise_for_status(engine: Engine, response: aiohttp.ClientResponse, content: bytes) -> None:
     """Pass a client's error on as the engine worded it; turn an engine's, or a redirection, into 502 that names it.
 
+    That decode refuses what prefill said of the KV is no client's error: it was this proxy that handed it over.
+
     An engine that takes no requests now (503, with or without a time to come back) is 503 here too.
     """
     status = response.status
@@ -76,7 +79,7 @@ def raise_for_status(engine: Engine, response: aiohttp.ClientResponse, content: 
         message = str(body["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
         body, message = None, content[:_SHOWN_NCHARS].decode(errors="replace")
-    if 400 <= status < 500:
+    if 400 <= status < 500 and not _refuses_the_handover(body):
         error = bad_request(message, status=status)
         error.retry_after_s = retry_after_s
         if body is not None:
@@ -86,6 +89,10 @@ def raise_for_status(engine: Engine, response: aiohttp.ClientResponse, content: 
     if status == 503:
         raise engine_error(503, said, retry_after_s or 1)
     raise engine_error(502, said)
+
+
+def _refuses_the_handover(body: Any) -> bool:
+    return isinstance(body, dict) and body["error"].get("type") == KIND
 
 
 def _retry_after_s(response: aiohttp.ClientResponse) -> int | None:

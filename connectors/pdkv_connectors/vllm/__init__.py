@@ -46,7 +46,9 @@
 ``agent``           the end of a NIXL agent, as a fence
 ``serving``         the handshake, replaced and withdrawn; stock peers of push
 ``status``          JSON files for the launcher
-``waiting``         which requests wait on decode for KV: the scheduler tells the API server
+``waiting``         which requests wait on decode for KV, and were refused: the scheduler tells the API server
+``refusals``        which failures are the client's, and their HTTP statuses
+``http_refusals``   the answer to a refused request
 ``http``            admission on decode, a middleware of the API server
 ``http_abort``      giving up a request on prefill by its id, a middleware of the API server
 ``asgi``            what the middlewares share

@@ -61,8 +61,8 @@ class DecodeEnds:
 
     def _arrive(self, arrival: Arrival) -> None:
         if arrival.remote is None:
-            self.endpoint.counters.count(f"failed_{FailCode.INCOMPATIBLE}")
-            self.give_up(arrival.request_id, FailCode.INCOMPATIBLE, arrival.why_not)
+            self.endpoint.counters.count(f"failed_{arrival.code}")
+            self.give_up(arrival.request_id, arrival.code, arrival.why_not)
             return
         reference = arrival.remote.reference(self._rank)
         self._addresses.pop(reference.engine.engine_id, None)
@@ -96,7 +96,7 @@ class DecodeEnds:
 
     freed = loaded  # either way the blocks are vLLM's again, and it is told so once
 
-    def give_up(self, request_id: str, code: FailCode, reason: str) -> None:
+    def give_up(self, request_id: str, code: str, reason: str) -> None:
         """The KV will not come.
 
         With several ranks vLLM hears of it only together with `finished_recving`; so it is said again once the request

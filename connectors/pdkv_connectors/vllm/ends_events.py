@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
-from pdkv.errors import ProtocolError
-from pdkv.transfer import BlockRun, Reference
+from pdkv.errors import ConnectorError, ProtocolError
+from pdkv.transfer import BlockRun, FailCode, Reference
 from pdkv.transfer.messages import PROTOCOL_VERSION, Count, Digest, EngineRef, Name, Runs, Seconds, Text
 from pdkv_connectors.vllm.handshake import KEY, RankInfo
 
@@ -85,14 +85,15 @@ def read_remote_kv(params: dict[str, Any] | None) -> RemoteKV | None:
     """What a pdkv engine has put into `kv_transfer_params`; None where there is nothing of it.
 
     Raises:
-        ProtocolError: it is there and not valid, or of another version.
+        ProtocolError: it is there and not valid.
+        ConnectorError: it is of another version.
     """
     found = (params or {}).get(KEY)
     if found is None:
         return None
     version = found.get("version") if isinstance(found, dict) else None
-    if version != PROTOCOL_VERSION:
-        raise ProtocolError(
+    if isinstance(version, int) and version != PROTOCOL_VERSION:
+        raise ConnectorError(
             f"prefill speaks protocol version {version} and decode {PROTOCOL_VERSION}; run the same pdkv."
         )
     try:
@@ -103,12 +104,16 @@ def read_remote_kv(params: dict[str, Any] | None) -> RemoteKV | None:
 
 @dataclass(slots=True)
 class Arrival:
-    """D: a request whose prompt P has computed has reached this engine. `why_not`: it can not be had, and why."""
+    """D: a request whose prompt P has computed has reached this engine.
+
+    `why_not`: its KV can not be had, and why; `code` is the word for that.
+    """
 
     request_id: str
     num_tokens: int
     remote: RemoteKV | None
     why_not: str = ""
+    code: str = FailCode.INCOMPATIBLE
 
 
 @dataclass(slots=True)

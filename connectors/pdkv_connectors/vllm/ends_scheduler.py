@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from vllm.logger import init_logger
 
-from pdkv.errors import ProtocolError
-from pdkv.transfer import BlockRun, Counters, SystemClock
+from pdkv.errors import ConnectorError, ProtocolError
+from pdkv.transfer import BlockRun, Counters, FailCode, SystemClock
 from pdkv.transfer.issued import IssuedReferences
 from pdkv_connectors.vllm.ends_events import ATTRIBUTE, Arrival, Events, Prefilled, RemoteKV, WorkerNews, read_remote_kv
 from pdkv_connectors.vllm.ends_support import why_stock_only
 from pdkv_connectors.vllm.handshake import KEY, RankInfo, read_stamp
+from pdkv_connectors.vllm.refusals import MALFORMED
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -76,8 +77,9 @@ class EndsScheduler:
         arrival = Arrival(request.request_id, request.num_prompt_tokens, None)
         try:
             arrival.remote = read_remote_kv(request.kv_transfer_params)
-        except ProtocolError as error:
+        except ConnectorError as error:
             arrival.why_not = str(error)
+            arrival.code = MALFORMED if isinstance(error, ProtocolError) else FailCode.INCOMPATIBLE
             return arrival
         if arrival.remote is None:
             return None
@@ -197,9 +199,15 @@ class EndsScheduler:
         news = connector_output.kv_connector_worker_meta
         if isinstance(news, WorkerNews):
             self._failed.update((key, reason) for key, reason in news.failed.items() if key in self._remote)
+            for key, failure in news.failed.items():
+                code, _, reason = failure.partition(": ")
+                self.will_not_come(key, code, reason)
             self._again.update((key, again) for key, again in news.again.items() if key in self._asking)
             if news.handshakes:
                 self.set_xfer_handshake_metadata({**self._handshakes, **news.handshakes})
+
+    def will_not_come(self, request_id: str, code: str, reason: str) -> None:
+        """For who publishes it: `waiting.PublishingScheduler`."""
 
     def set_xfer_handshake_metadata(self, metadata: dict[tuple[int, int], Any]) -> None:
         self._handshakes = dict(metadata)

@@ -2,7 +2,8 @@
 
 A request whose KV is to come from prefill waits on decode until the KV is there. This bounds how many may wait at
 once, and how many blocks their prompts may have together. One too many is answered 503 with Retry-After and an error
-that names the limit, and prefill is told to free its blocks: who tries again must prefill again.
+that names the limit, and prefill is told to free its blocks: who tries again must prefill again. One that is refused by
+what it says of its KV is answered 400, 409 or 410 with the reason (`refusals.py`).
 
 =============================  =======================================================================================
 ``GET /pdkv/room``             how much room there is now, as JSON
@@ -34,6 +35,7 @@ from starlette.responses import JSONResponse
 
 from pdkv.transfer import Admission, Counters, Room, SystemClock
 from pdkv_connectors.vllm.asgi import Routes, error_response, is_generation, read_body, replay
+from pdkv_connectors.vllm.http_refusals import RefusedAnswers
 from pdkv_connectors.vllm.settings import EngineSettings
 from pdkv_connectors.vllm.waiting import WaitingFile, blocks_of, key_of
 
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from pdkv_connectors.vllm.refusals import Refusal
     from pdkv_connectors.vllm.waiting import Snapshot
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -127,12 +130,19 @@ class DecodeAdmission:
         # A reference that is used again has been settled before; the file cannot say when this use of it is.
         self._waiting[name] = "" if snapshot is not None and key in snapshot.settled else key
         statuses: list[int] = []
+        answers = RefusedAnswers(lambda: self._refusal(key), scope, receive, self._with_room(send, name, statuses))
         try:
-            await self._app(scope, receive, self._with_room(send, name, statuses))
+            await self._app(scope, receive, answers)
         finally:
             self._leave(name)
-        if statuses and statuses[0] in _REFUSED_UNREAD:
+        if answers.replaced:
+            self._counters.count("refused_references")
+        elif statuses and statuses[0] in _REFUSED_UNREAD:
             await self._release(scope["app"], params)
+
+    def _refusal(self, key: str) -> Refusal | None:
+        snapshot = self._file.read()
+        return None if snapshot is None else snapshot.refused.get(key)
 
     def _remember(self, key: str) -> None:
         self._came_here[key] = None

@@ -17,10 +17,11 @@ import vllm
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
-from pdkv.errors import PdkvError, StateError
+from pdkv.errors import PdkvError, ProtocolError, StateError
 from pdkv.transfer import BlockRun, Compatibility, Reference, Session
 from pdkv.transfer import actions as do
 from pdkv.transfer.sidechannel import SideChannel
+from pdkv_connectors.vllm.refusals import MALFORMED
 from pdkv_connectors.vllm.session_host import WorkersHost
 from pdkv_connectors.vllm.session_orders import RankRegistration, StepOrders, StepReports
 from pdkv_connectors.vllm.session_settings import ConnectorSettings
@@ -123,8 +124,10 @@ class SessionScheduler:
             # One that is refused before it was a request is made of one token only to be aborted.
             num_tokens = reference.num_tokens if request.abort_immediately else request.num_prompt_tokens
             self._require_session().arrived(request_id, reference, num_tokens)
+        except ProtocolError as error:
+            self._give_up(request_id, MALFORMED, str(error))
         except PdkvError as error:
-            self._give_up(request_id, str(error))
+            self._give_up(request_id, "not_accepted", str(error))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """All of the prompt that is not cached here.
@@ -221,7 +224,7 @@ class SessionScheduler:
                 case do.Loaded():
                     self._tell(event.request_id, loaded=True)
                 case do.Failed() | do.Recompute():
-                    self._give_up(event.request_id, f"{event.code}: {event.reason}")
+                    self._give_up(event.request_id, event.code, event.reason)
                 case do.FreeBlocks():
                     if (offered := self._offered.pop(event.request_id, None)) is not None:
                         self._step.sent.add(offered)
@@ -236,10 +239,14 @@ class SessionScheduler:
             if not loaded:
                 self._step.failed.add(request_id)
 
-    def _give_up(self, request_id: str, reason: str) -> None:
-        logger.warning("pdkv: the KV of request %s will not come: %s", request_id, reason)
+    def _give_up(self, request_id: str, code: str, reason: str) -> None:
+        logger.warning("pdkv: the KV of request %s will not come (%s): %s", request_id, code, reason)
         if request_id in self._remote:
-            self._failed[request_id] = reason
+            self._failed[request_id] = f"{code}: {reason}"
+            self.will_not_come(request_id, code, reason)
+
+    def will_not_come(self, request_id: str, code: str, reason: str) -> None:
+        """For who publishes it: `waiting.PublishingScheduler`."""
 
     # What must be the same on both sides.
 

@@ -1,4 +1,4 @@
-"""Which requests wait on decode for KV from elsewhere: written by the scheduler, read by the API server's middleware.
+"""Which requests wait on decode for KV from elsewhere, and which were refused: from the scheduler to the API server.
 
 The two run in different processes. The scheduler replaces ``waiting.json`` in the status folder whenever a request
 begins or ceases to wait; within one scheduler step it does so once. So the file is as old as the step that runs now.
@@ -18,12 +18,17 @@ from typing import Any
 
 import msgspec
 
+from pdkv_connectors.vllm.refusals import Refusal, refusal_of
 from pdkv_connectors.vllm.settings import EngineSettings
 from pdkv_connectors.vllm.status import replace_file
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 NAME = "waiting"
+#: So many requests are known by their keys, so that their failures can be told to who sent them, and so many refusals
+#: are in the file.
+MAX_KEYS = 4096
+MAX_REFUSED = 128
 #: So many requests that ceased to wait are remembered in the file. If more do so between two looks of a reader, it
 #: takes the others for waiting until their answers begin.
 MAX_SETTLED = 128
@@ -68,11 +73,13 @@ class Snapshot:
     Attributes:
         waiting: blocks of each request that waits, by :func:`key_of`.
         settled: keys of the last requests that ceased to.
+        refused: the last requests that failed by what they said of their KV, by their keys.
         num_blocks, block_size, max_num_seqs: of the engine.
     """
 
     waiting: Mapping[str, int]
     settled: frozenset[str]
+    refused: Mapping[str, Refusal]
     num_blocks: int
     block_size: int
     max_num_seqs: int
@@ -84,11 +91,15 @@ class WaitingBook:
     def __init__(self) -> None:
         self._waiting: dict[str, tuple[str, int]] = {}
         self._settled: deque[str] = deque(maxlen=MAX_SETTLED)
+        self._keys: dict[str, str] = {}  # also of such that are over: vLLM ends a request before it is told why
+        self._refused: dict[str, Refusal] = {}
         self.changed = True
 
     def arrived(self, req_id: str, params: Mapping[str, Any], block_size: int) -> None:
         """The engine has a request whose KV is to come from elsewhere."""
-        self._waiting[req_id] = (key_of(params), blocks_of(params, block_size))
+        key = self._keys[req_id] = key_of(params)
+        _trim(self._keys, MAX_KEYS)
+        self._waiting[req_id] = (key, blocks_of(params, block_size))
         self.changed = True
 
     def settled(self, req_id: str) -> None:
@@ -97,8 +108,27 @@ class WaitingBook:
             self._settled.append(entry[0])
             self.changed = True
 
+    def failed(self, req_id: str, code: str, reason: str) -> None:
+        """Its KV will not come. The last failure of a key counts, whichever request of that key it was."""
+        if (key := self._keys.get(req_id)) is None:
+            return
+        known, refusal = self._refused.pop(key, None), refusal_of(code, reason)
+        if refusal is not None:
+            self._refused[key] = refusal
+            _trim(self._refused, MAX_REFUSED)
+        self.changed = self.changed or known != refusal
+
     def as_dict(self) -> dict[str, Any]:
-        return {"waiting": dict(self._waiting.values()), "settled": list(self._settled)}
+        return {
+            "waiting": dict(self._waiting.values()),
+            "settled": list(self._settled),
+            "refused": {key: [refusal.code, refusal.reason] for key, refusal in self._refused.items()},
+        }
+
+
+def _trim(oldest_first: dict[str, Any], most: int) -> None:
+    while len(oldest_first) > most:
+        del oldest_first[next(iter(oldest_first))]
 
 
 class PublishingScheduler:
@@ -130,13 +160,19 @@ class PublishingScheduler:
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         self._publish_waiting()
-        return super().build_connector_meta(scheduler_output)  # type: ignore[misc]
+        metadata = super().build_connector_meta(scheduler_output)  # type: ignore[misc]
+        self._publish_waiting()  # what has failed meanwhile
+        return metadata
+
+    def will_not_come(self, request_id: str, code: str, reason: str) -> None:
+        """Called by the scheduler behind this one, as soon as it knows; before the client is answered."""
+        self.book.failed(request_id, code, reason)
 
     def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)  # type: ignore[misc]
         for req_id in (*(connector_output.finished_recving or ()), *(connector_output.failed_recving or ())):
             self.book.settled(req_id)
         self._publish_waiting()
-        super().update_connector_output(connector_output)  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         self.book.settled(request.request_id)
@@ -187,6 +223,7 @@ def _parse(content: Any) -> Snapshot:
     return Snapshot(
         waiting={str(key): int(blocks) for key, blocks in content["waiting"].items()},
         settled=frozenset(content["settled"]),
+        refused={str(key): Refusal(str(code), str(reason)) for key, (code, reason) in content["refused"].items()},
         num_blocks=int(content["num_blocks"]),
         block_size=int(content["block_size"]),
         max_num_seqs=int(content["max_num_seqs"]),

@@ -83,11 +83,17 @@ def body(number: int, **more: Any) -> dict[str, Any]:
     return {"prompt": "a", "kv_transfer_params": params(number, **more)}
 
 
-def write(folder: Path, waiting: dict[int, int] | None = None, settled: tuple[int, ...] = ()) -> None:
+def write(
+    folder: Path,
+    waiting: dict[int, int] | None = None,
+    settled: tuple[int, ...] = (),
+    refused: dict[int, str] | None = None,
+) -> None:
     """The scheduler's file, written whole."""
     content = {
         "waiting": {key_of(params(number)): blocks for number, blocks in (waiting or {}).items()},
         "settled": [key_of(params(number)) for number in settled],
+        "refused": {key_of(params(number)): [code, f"why {number}"] for number, code in (refused or {}).items()},
         "num_blocks": 101,
         "block_size": 10,
         "max_num_seqs": 3,
@@ -271,3 +277,67 @@ async def test_an_engine_that_cannot_be_told_is_counted_and_the_client_gets_its_
 )
 def test_what_is_no_remote_prefill_is_left_to_the_engine(given: bytes) -> None:
     assert remote_prefill_params(given) is None
+
+
+class Failing(Decode):
+    """Answers as vLLM does where a request ended with an error."""
+
+    ERROR = '{"error": {"message": "Internal server error", "type": "InternalServerError", "param": null, "code": 500}}'
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        @self.app.post("/v1/chat/completions")
+        async def chat(request: Request) -> Any:
+            if not (await request.json()).get("stream"):
+                return JSONResponse(json.loads(self.ERROR), 500)
+
+            async def events() -> Any:
+                yield f"data: {self.ERROR}\n\n"
+                yield "data: [DONE]\n\n"
+
+            return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def ask(self, number: int, **more: Any) -> Call:
+        return await post(self.app, "/v1/chat/completions", {**body(number), **more})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("malformed", 400), ("forged", 400), ("replayed", 409), ("expired", 410), ("stale_generation", 410)],
+)
+async def test_a_request_that_was_refused_by_what_it_said_of_its_kv_gets_a_status_and_a_sentence(
+    folder: Path, code: str, status: int, stream: bool
+) -> None:
+    decode = Failing()
+    write(folder, refused={1: code, 2: "forged"})
+    answer = await decode.ask(1, stream=stream)
+    error = answer.json["error"]
+    assert (answer.status, error["code"], error["type"], error["failure"]) == (
+        status, status, "kv_reference_refused", code,
+    )  # fmt: skip
+    assert f"({code}: why 1); have prefill compute the prompt again" in error["message"]
+    assert "x-pdkv-room" in answer.answer_headers
+    room = await decode.room()
+    assert (room["waiting"], room["counts"]["refused_references"]) == (0, 1)
+    assert decode.engine.rejected == []  # the engine has told prefill what there was to tell
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_other_failure_is_answered_as_vllm_does(folder: Path, stream: bool) -> None:
+    decode = Failing()
+    write(folder, refused={2: "forged"})
+    answer = await decode.ask(1, stream=stream)
+    expected = f"data: {Failing.ERROR}\n\ndata: [DONE]\n\n" if stream else json.dumps(json.loads(Failing.ERROR))
+    assert answer.status == (200 if stream else 500)
+    assert answer.answer.decode().replace(" ", "") == expected.replace(" ", "")
+
+
+async def test_an_answer_of_tokens_is_passed_on_whatever_was_refused_before(folder: Path) -> None:
+    decode = Decode()
+    write(folder, refused={1: "replayed"})
+    call = await decode.send(1)
+    decode.answer.set()
+    decode.finish.set()
+    assert ((await call.end()).status, call.answer) == (200, b"firstlast")

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from pdkv_connectors.vllm import waiting
-from pdkv_connectors.vllm.waiting import MAX_SETTLED, PublishingScheduler, WaitingFile, blocks_of, key_of
+from pdkv_connectors.vllm.refusals import MALFORMED, Refusal
+from pdkv_connectors.vllm.waiting import (
+    MAX_KEYS,
+    MAX_REFUSED,
+    MAX_SETTLED,
+    PublishingScheduler,
+    WaitingFile,
+    blocks_of,
+    key_of,
+)
 
 pytestmark = pytest.mark.cpu
 
@@ -168,3 +177,59 @@ def test_without_a_folder_nothing_is_known() -> None:
 )
 def test_blocks_are_counted_in_decodes_own_size_where_prefill_names_tokens(given: dict[str, Any], blocks: int) -> None:
     assert blocks_of(given, 16) == blocks
+
+
+def refused(folder: Path, number: int) -> Refusal | None:
+    snapshot = WaitingFile(folder).read()
+    assert snapshot is not None
+    return snapshot.refused.get(key_of(params(number)))
+
+
+@pytest.mark.parametrize("when", ["as it arrives", "within a step", "after vLLM has ended it"])
+def test_a_reference_that_was_refused_is_in_the_file_before_the_client_can_be_answered(
+    scheduler: Scheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    scheduler.on_new_request(request(1))
+    if when == "after vLLM has ended it":
+        scheduler.request_finished(request(1), [])
+    if when == "within a step":
+
+        def learns(*_: Any) -> None:
+            scheduler.will_not_come("id-1", "replayed", "it was used before")
+
+        monkeypatch.setattr(StockScheduler, "build_connector_meta", learns)
+        scheduler.build_connector_meta(None)
+    else:
+        scheduler.will_not_come("id-1", "replayed", "it was used before")
+        step(scheduler)
+    found = refused(tmp_path, 1)
+    assert found == Refusal("replayed", "it was used before")
+    assert found.status == 409
+
+
+def test_a_failure_that_is_not_the_clients_is_no_refusal_and_takes_an_earlier_one_back(
+    scheduler: Scheduler, tmp_path: Path
+) -> None:
+    for code in ("peer_lost", "transfer_failed", "incompatible", "asleep"):
+        scheduler.on_new_request(request(1))
+        scheduler.will_not_come("id-1", "forged", "P did not issue it")
+        step(scheduler)
+        assert refused(tmp_path, 1) is not None
+        scheduler.will_not_come("id-1", code, "the first use of the same reference")
+        step(scheduler)
+        assert refused(tmp_path, 1) is None
+
+
+def test_refusals_and_the_keys_for_them_are_bounded(scheduler: Scheduler, tmp_path: Path) -> None:
+    for number in range(MAX_KEYS + 1):
+        scheduler.on_new_request(request(number))
+    for number in range(MAX_KEYS + 1):
+        scheduler.will_not_come(f"id-{number}", MALFORMED, "it is none")
+    step(scheduler)
+    snapshot = WaitingFile(tmp_path).read()
+    assert snapshot is not None
+    assert list(snapshot.refused) == [
+        key_of(params(number)) for number in range(MAX_KEYS + 1 - MAX_REFUSED, MAX_KEYS + 1)
+    ]
+    scheduler.will_not_come("id-0", MALFORMED, "not known any more")
+    assert len(scheduler.book._keys) == MAX_KEYS

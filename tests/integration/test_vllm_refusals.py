@@ -1,0 +1,101 @@
+"""Transfer parameters that cannot be used, sent to a real decode engine: a status and a sentence, no bare 500."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from random_llama import make_random_llama
+
+from pdkv.launch import PDDeployment, PDSettings
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = [11 * place % 400 + 20 for place in range(100)]
+ASK = {"do_remote_decode": True, "do_remote_prefill": False}
+DEADLINE_S = 60.0
+Params = dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=["pdkv", "nixl-pull"])
+def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PDDeployment]:
+    settings = PDSettings.build(
+        make_random_llama(tmp_path_factory.mktemp("tiny"), "tiny"),
+        connector=request.param,
+        device="cpu",
+        dtype="float32",
+        block_size=32,
+        max_model_len=512,
+        kv_bytes="16MiB",
+        extra_args=["--skip-tokenizer-init", "--served-model-name", "model"],
+        log_dir=tmp_path_factory.mktemp("refusals"),
+    )
+    with PDDeployment(settings) as running:
+        yield running
+
+
+def ask(url: str, **more: Any) -> tuple[int, Any]:
+    """Status and body; the body of a stream is its text."""
+    body = {"model": "model", "prompt": PROMPT, "max_tokens": 4, "temperature": 0, "return_token_ids": True, **more}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=DEADLINE_S) as response:
+            status, text = response.status, response.read()
+    except urllib.error.HTTPError as error:
+        status, text = error.code, error.read()
+    return status, text.decode() if text.startswith(b"data:") else json.loads(text)
+
+
+def prefilled(deployment: PDDeployment) -> Params:
+    status, body = ask(deployment.prefill_url, max_tokens=1, kv_transfer_params=dict(ASK))
+    assert status == 200
+    params: Params = body["kv_transfer_params"]
+    return params
+
+
+def no_reference(params: Params) -> None:
+    params["pdkv"] = {"engine": "somebody"}
+
+
+def no_table(params: Params) -> None:
+    params["pdkv"] = "the usual place"
+
+
+def another_mac(params: Params) -> None:
+    for sealed in params["pdkv"].get("ranks", [params["pdkv"]]):
+        sealed["mac"] = base64.b64encode(bytes(reversed(base64.b64decode(sealed["mac"])))).decode()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("spoil", "failure"), [(no_reference, "malformed"), (no_table, "malformed"), (another_mac, "forged")]
+)
+def test_a_reference_that_is_none_or_was_altered_is_400(
+    deployment: PDDeployment, spoil: Callable[[Params], None], failure: str, stream: bool
+) -> None:
+    params = prefilled(deployment)
+    spoil(params)
+    status, body = ask(deployment.decode_url, kv_transfer_params=params, stream=stream)
+    assert (status, body["error"]["failure"], body["error"]["type"]) == (400, failure, "kv_reference_refused"), body
+    assert body["error"]["message"].startswith("the KV that kv_transfer_params refer to cannot be had")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reference_that_is_used_twice_serves_once_and_is_409_then(deployment: PDDeployment, stream: bool) -> None:
+    params = prefilled(deployment)
+    first, second = (
+        ask(deployment.decode_url, kv_transfer_params=copy.deepcopy(params), stream=stream) for _ in range(2)
+    )
+    assert first[0] == 200
+    assert "error" not in first[1]
+    assert (second[0], second[1]["error"]["failure"]) == (409, "replayed"), second
+    assert ask(deployment.proxy_url, stream=stream)[0] == 200
