@@ -3,6 +3,9 @@
 What can be used here is registered; UCX listens only where NIXL cannot be had. A peer's description holds those of all
 its transports and says which host it is on. With each peer the first transport is taken that both have and that
 connects. A transport that should have worked and did not is counted as a fall back, and logged with its reason (I13).
+
+Where nobody says whether to verify, it is a preference like the order: for a peer that keeps no sums the next transport
+is taken, unverified; that is counted by itself and logged. With ``verify=True`` such a peer is refused.
 """
 
 from __future__ import annotations
@@ -60,10 +63,11 @@ _decoder = msgspec.msgpack.Decoder(_Own)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a peer is reached by, and why not by something better."""
+    """What a peer is reached by, whether that verifies, and why it is not something better."""
 
     peer: EngineRef
     transport: str
+    verified: bool
     reason: str
 
 
@@ -199,7 +203,8 @@ class AutoTransport(Transport):
             leave = partial(self._registered[before.transport].disconnect, peer.engine_id)
             FirstError().attempt(f"leave {peer.engine_id} by {before.transport}", leave)
         self.counts[f"chosen_{choice.transport}"] += 1
-        logger.info("Peer %s is reached by %s: %s.", peer.engine_id, choice.transport, choice.reason)
+        how = "verified" if choice.verified else "unverified"
+        logger.info("Peer %s is reached by %s, %s: %s.", peer.engine_id, choice.transport, how, choice.reason)
 
     def disconnect(self, engine_id: str) -> None:
         choice = self._choices.pop(engine_id, None)
@@ -222,7 +227,11 @@ class AutoTransport(Transport):
                 logger.warning("Peer %s cannot be reached by %s: %s", peer.engine_id, name, error)
             else:
                 better = {other: why[other] for other in ORDER[: ORDER.index(name)]}
-                return Choice(peer, name, _listed(better) or "the peer is on this host")
+                verified = self._registered[name].verifies
+                if not verified and any(self._registered[other].verifies for other in failed):
+                    self.counts["unverified_fallbacks"] += 1
+                    logger.warning("What peer %s sends is not verified; set `verify` alike on both.", peer.engine_id)
+                return Choice(peer, name, verified, _listed(better) or "the peer is on this host")
         misfits = [name for name, error in failed.items() if isinstance(error, GeometryError)]
         if misfits and len(failed) > len(misfits):
             others = {name: reason for name, reason in why.items() if name not in misfits}
@@ -264,7 +273,10 @@ class AutoTransport(Transport):
 
     def describe_state(self) -> dict[str, Any]:
         below = {name: transport.describe_state() for name, transport in self._registered.items()}
-        chosen = {c.peer.engine_id: {"transport": c.transport, "reason": c.reason} for c in self._choices.values()}
+        chosen = {
+            c.peer.engine_id: {"transport": c.transport, "verified": c.verified, "reason": c.reason}
+            for c in self._choices.values()
+        }
         return {
             "transport": self.name,
             "registered": bool(self._registered),

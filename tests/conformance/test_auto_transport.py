@@ -25,12 +25,15 @@ P, D = EngineRef("P", 1), EngineRef("D", 1)
 PAIRS = [BlockPair(0, 1, 2)]
 
 
-def named(transport: str, *, writes: bool = True, fails: Exception | None = None) -> Callable[[], Transport]:
+def named(
+    transport: str, *, writes: bool = True, fails: Exception | None = None, verifying: bool = False
+) -> Callable[[], Transport]:
     """An in-process transport in the place of another one; `fails` when it connects."""
 
     class Named(InprocTransport):
         name = transport
         can_write = writes
+        verifies = verifying
 
         def connect(self, peer: EngineRef, metadata: bytes, **options: Any) -> None:
             if fails is not None:
@@ -85,14 +88,14 @@ def test_auto_keeps_to_the_rule(bench: TransportBench, rule: str) -> None:
 def test_ipc_is_taken_on_the_same_host(caches: Caches, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         chosen = met(caches, AutoTransport(ALL), AutoTransport(ALL))
-    assert chosen == {"transport": "ipc", "reason": "the peer is on this host"}
+    assert chosen == {"transport": "ipc", "verified": False, "reason": "the peer is on this host"}
     assert "Peer P is reached by ipc" in caplog.text
 
 
 def test_nixl_is_taken_between_hosts_and_ucx_is_not_even_registered(caches: Caches) -> None:
     decode = AutoTransport(ALL, host="another")
     chosen = met(caches, AutoTransport(ALL), decode)
-    assert chosen == {"transport": "nixl", "reason": "ipc: the peer is on another host"}
+    assert chosen == {"transport": "nixl", "verified": False, "reason": "ipc: the peer is on another host"}
     state = decode.describe_state()
     assert state["unavailable"] == {"ucx": "nixl is used in its place"}
     assert state["chosen_nixl"] == 1
@@ -112,9 +115,51 @@ def test_I13_a_transport_that_should_work_and_does_not_is_counted_and_logged(
 ) -> None:
     decode = AutoTransport({**ALL, "ipc": named("ipc", fails=error)})
     chosen = met(caches, AutoTransport(ALL), decode)
-    assert chosen == {"transport": "nixl", "reason": f"ipc: {error}"}
+    assert chosen == {"transport": "nixl", "verified": False, "reason": f"ipc: {error}"}
     assert decode.describe_state()["fallbacks"] == 1
+    assert "unverified_fallbacks" not in decode.describe_state()
     assert f"Peer P cannot be reached by ipc: {error}" in caplog.text
+
+
+def test_I13_verification_that_is_lost_with_a_transport_is_counted_logged_and_seen_in_the_state(
+    caches: Caches, caplog: pytest.LogCaptureFixture
+) -> None:
+    no_sums = TransportError("the peer keeps no sums, which this side is to verify")
+    decode = AutoTransport({**ALL, "ipc": named("ipc", fails=no_sums, verifying=True)})
+    assert met(caches, AutoTransport(ALL), decode)["verified"] is False
+    assert decode.describe_state()["unverified_fallbacks"] == 1
+    assert "What peer P sends is not verified" in caplog.text
+
+
+def test_nothing_is_lost_where_what_is_taken_verifies_or_where_nothing_would_have_verified(caches: Caches) -> None:
+    broken = TransportError("no socket")
+    makers = {"ipc": named("ipc", fails=broken, verifying=True), "nixl": named("nixl", verifying=True)}
+    decode = AutoTransport(makers)
+    assert met(caches, AutoTransport(ALL), decode)["verified"] is True
+    assert "unverified_fallbacks" not in decode.describe_state()
+    elsewhere = AutoTransport({**ALL, "ipc": named("ipc", verifying=True)}, host="another")
+    elsewhere.register(caches[1], EngineRef("E", 1))
+    prefill = AutoTransport(ALL)
+    prefill.register(caches[0], EngineRef("Q", 1))
+    elsewhere.connect(EngineRef("Q", 1), prefill.describe())
+    assert elsewhere.describe_state()["chosen"]["Q"]["verified"] is False
+    assert "unverified_fallbacks" not in elsewhere.describe_state()
+
+
+def test_the_real_ipc_and_nixl_without_a_word_meet_a_peer_that_does_not_verify_over_nixl(caches: Caches) -> None:
+    pytest.importorskip("nixl", reason="NIXL is not installed; make test installs it")
+    prefill, decode = AutoTransport(verify=False), AutoTransport()
+    try:
+        prefill.register(caches[0], P)
+        decode.register(caches[1], D)
+        decode.connect(P, prefill.describe())
+        state = decode.describe_state()
+        assert (state["chosen"]["P"]["transport"], state["chosen"]["P"]["verified"]) == ("nixl", False)
+        assert "the peer keeps no sums" in state["chosen"]["P"]["reason"]
+        assert (state["fallbacks"], state["unverified_fallbacks"]) == (1, 1)
+    finally:
+        decode.close()
+        prefill.close()
 
 
 def test_it_converts_as_long_as_there_is_a_transport_that_does(caches: Caches) -> None:
@@ -156,7 +201,7 @@ def test_heads_are_asked_of_the_transport_that_can_take_them_and_else_the_peer_i
 
 def test_what_cannot_write_is_not_taken_for_push(caches: Caches) -> None:
     prefill, decode = AutoTransport(ALL), AutoTransport(ALL, writes=True)
-    assert met(caches, prefill, decode) == {"transport": "nixl", "reason": "ipc: it cannot write"}
+    assert met(caches, prefill, decode) == {"transport": "nixl", "verified": False, "reason": "ipc: it cannot write"}
     assert decode.write(P, PAIRS).wait(10) is TransferState.DONE
     with pytest.raises(TransportError, match="writes=True"):
         AutoTransport(ALL).write(P, PAIRS)
