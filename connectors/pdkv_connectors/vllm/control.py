@@ -9,6 +9,7 @@ named by its engine id, and is answered over the same connection. Messages may b
 
 The connection is encrypted (CurveZMQ). Prefill's key is made at its start and published with its address, so that
 decode hears only whom its reference came from. Who decode is, its claims say: they come of references of prefill's.
+Why this is not `pdkv.transfer.sidechannel`: docs/architecture.md, "Sessions".
 """
 
 from __future__ import annotations
