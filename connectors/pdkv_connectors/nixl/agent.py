@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pdkv.errors import PdkvError, TransportError
+from pdkv_connectors.descriptors import require_to_start
 from pdkv_connectors.environment import environment
 
 #: NIXL's kind of memory by the name of pdkv's driver.
@@ -36,7 +37,7 @@ def make_agent(engine_id: str, variables: Mapping[str, str]) -> Any:
         variables: UCX's settings by their names; UCX reads its environment when the agent is made.
 
     Raises:
-        TransportError: NIXL is not installed, or cannot start.
+        TransportError: NIXL is not installed, cannot start, or has too few file descriptors left to.
     """
     try:
         from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
@@ -45,6 +46,7 @@ def make_agent(engine_id: str, variables: Mapping[str, str]) -> Any:
     config = nixl_agent_config(
         enable_prog_thread=False, sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT, backends=["UCX"]
     )
+    require_to_start("a NIXL agent")
     with translated("make an agent"), environment(variables):
         return nixl_agent(f"{engine_id[:64]}-{secrets.token_hex(8)}", config)
 

@@ -29,6 +29,7 @@ from pdkv.transfer.unpacking import unpack
 from pdkv_connectors.checking.keeper import SumKeeper
 from pdkv_connectors.checking.transfer import moving
 from pdkv_connectors.checking.transport import CheckingTransport
+from pdkv_connectors.descriptors import require_to_connect
 from pdkv_connectors.nixl.agent import MEMORY, destroy_agent, make_agent, translated
 from pdkv_connectors.nixl.notes import Notes
 from pdkv_connectors.nixl.probe_extents import probe_extents
@@ -204,6 +205,7 @@ class NixlTransport(CheckingTransport[Link]):
         return [known.link.agent for known in (*self._connections.all(), *self._leaving)]
 
     def _add(self, link: Link) -> None:
+        require_to_connect("one more peer of a NIXL agent")
         with translated("add the peer's agent"):
             name = self.agent.add_remote_agent(link.metadata)
         if (name.decode() if isinstance(name, bytes) else name) != link.agent:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from pdkv.errors import PdkvError, TransferTimeoutError, TransportError
+from pdkv_connectors.descriptors import require_to_start
 from pdkv_connectors.ucx.api import find_ucx, start_ucx
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class UcxLoop:
 
     def __init__(self, options: Mapping[str, str]) -> None:
         self.ucx = find_ucx()
+        require_to_start("UCX")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="pdkv-ucx", daemon=True)
         self._state = threading.Lock()  # held while work is handed to the thread, so that none is after the last
@@ -51,7 +53,8 @@ class UcxLoop:
         """The process's own; started with `options` if need be, and stopped when the interpreter exits.
 
         Raises:
-            TransportError: UCX is not installed, did not start, or has been stopped.
+            TransportError: UCX is not installed, did not start or has too few file descriptors left to, or has been
+                stopped.
         """
         with cls._lock:
             if cls._shared is None:

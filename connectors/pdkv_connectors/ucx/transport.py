@@ -34,6 +34,7 @@ from pdkv.transfer.unpacking import unpack
 from pdkv_connectors.checking.keeper import SumKeeper
 from pdkv_connectors.checking.transfer import moving
 from pdkv_connectors.checking.transport import CheckingTransport
+from pdkv_connectors.descriptors import require_to_connect
 from pdkv_connectors.ucx.api import describe_ucx
 from pdkv_connectors.ucx.link import AskingLink
 from pdkv_connectors.ucx.loop import UcxLoop
@@ -163,6 +164,7 @@ class UcxTransport(CheckingTransport[AskingLink]):
     ) -> AskingLink:
         found = read_own(own)
         self._require_agreed(found.verifies)
+        require_to_connect("one more peer of UCX")
         return self._loop.run(self._open(found), timeout_s)
 
     async def _open(self, own: _Own) -> AskingLink:

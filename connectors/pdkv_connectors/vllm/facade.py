@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 
 from pdkv.errors import ConnectorError, SeamError
 from pdkv.transfer.blocks import block_ids
+from pdkv_connectors.descriptors import require_to_start
 from pdkv_connectors.vllm import patches, report
 from pdkv_connectors.vllm.ends_events import events_of
 from pdkv_connectors.vllm.facade_ends import EndsConnector
@@ -99,7 +100,13 @@ class LateConnector(SleepingConnector, EndsConnector, BuiltLate, NixlBaseConnect
         self._worker = self.make_stock_worker()
 
     def make_stock_worker(self) -> Any:
-        """A stock worker for the final config; see :meth:`build`, and `SleepingConnector`, which builds it anew."""
+        """A stock worker for the final config; see :meth:`build`, and `SleepingConnector`, which builds it anew.
+
+        Raises:
+            TransportError: too few file descriptors are left for its agent.
+            SeamError: the stock worker does not hold its agent where expected.
+        """
+        require_to_start("the NIXL agent of this worker")
         with set_current_vllm_config(self._vllm_config), patches.quiet_nixl_agent():
             worker = self.make_worker(self._vllm_config, self.engine_id, self.kv_cache_config)
         if not hasattr(worker, "nixl_wrapper"):

@@ -1,7 +1,8 @@
 """A NIXL agent that refuses what is not committed.
 
 NIXL validates nothing at registration: a range without memory, or one over several chunks, is accepted, and then kills
-the engine or moves wrong data. So the check is made before NIXL sees the range (I5, I6).
+the engine or moves wrong data. So the check is made before NIXL sees the range (I5, I6). Nor does it report it in all
+places when no file descriptor is left, so that a peer is refused before it would take the last ones.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from pdkv.kvcache import find_extent
+from pdkv_connectors.descriptors import require_to_connect
 
 if TYPE_CHECKING:
     from pdkv.kvcache import GrowableKVCache
 
 
 class GuardedAgent:
-    """Stands in front of a `nixl_agent`; all but registration and descriptor lists passes through.
+    """Stands in front of a `nixl_agent`; all but registration and new peers passes through.
 
     Args:
         agent: the real NIXL agent.
@@ -36,6 +38,15 @@ class GuardedAgent:
     def unguarded(self) -> Any:
         """The real NIXL agent."""
         return self._agent
+
+    def add_remote_agent(self, metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        """Meet a peer.
+
+        Raises:
+            TransportError: too few file descriptors are left for that; NIXL has not been called.
+        """
+        require_to_connect("one more peer of the NIXL agent")
+        return self._agent.add_remote_agent(metadata, *args, **kwargs)
 
     def register_memory(self, reg_list: Any, *args: Any, **kwargs: Any) -> Any:
         """Register ranges, each of which must lie in one extent of the committed prefix.
