@@ -7,6 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+import wrong_registrations  # noqa: F401 - it registers more of them
+from wrong_transport import WRONG, Wrong, caught_by
 
 from pdkv.errors import GeometryError, PdkvError, ProtocolError, StaleGenerationError, StateError, TransportError
 from pdkv.kvcache import GrowableKVCache
@@ -37,24 +39,6 @@ def right(request: pytest.FixtureRequest) -> Iterator[TransportBench]:
 @pytest.mark.parametrize("rule", TRANSPORT_CHECKS)
 def test_inproc_keeps_to_the_rule(right: TransportBench, rule: str) -> None:
     run_transport_check(rule, right)
-
-
-class Wrong(InprocTransport):
-    """The in-process transport with one mistake, made by a subclass."""
-
-    def __init__(self) -> None:
-        super().__init__(copies_per_poll=3)
-
-
-WRONG: list[tuple[str, type[Wrong]]] = []
-
-
-def caught_by(rule: str) -> Callable[[type[Wrong]], type[Wrong]]:
-    def register(transport: type[Wrong]) -> type[Wrong]:
-        WRONG.append((rule, transport))
-        return transport
-
-    return register
 
 
 @caught_by("tells_what_it_is")
@@ -181,91 +165,6 @@ class SkipsBlocksThatAreNotThere(Wrong):
 class TakesADestinationTwice(Wrong):
     def read(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
         return super().read(peer, list({pair[2]: pair for pair in pairs}.values()))
-
-
-@caught_by("keeps_to_what_was_committed_when_it_registered")
-class FollowsTheCacheOnItsOwn(Wrong):
-    def read(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
-        known = self._connections.find(peer.engine_id)
-        if known is not None:
-            fresh = self.find(known.link).cache
-            assert fresh is not None
-            self._connections.add(Connection(known.peer, CacheGeometry.of(fresh), known.link))
-        return super().read(peer, pairs)
-
-
-@caught_by("registers_once_and_again_after_unregistering")
-class RegistersOverWhatWas(Wrong):
-    def register(self, cache: GrowableKVCache, engine: EngineRef, *, groups: Any = None) -> None:
-        self.unregister()
-        super().register(cache, engine, groups=groups)
-
-
-@caught_by("registers_once_and_again_after_unregistering")
-class UnregistersOnce(Wrong):
-    def unregister(self) -> None:
-        self._require_registered()
-        super().unregister()
-
-    def close(self, *, timeout_s: float = 5.0) -> None:
-        with suppress(StateError):
-            super().close(timeout_s=timeout_s)
-
-
-@caught_by("unregister_is_a_fence")
-class StaysReachable(Wrong):
-    """Its peers still reach what was registered; that the memory is gone, they find out by touching it."""
-
-    def read(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
-        transfer = super().read(peer, pairs)
-        known = self._connections.find(peer.engine_id)
-        with suppress(TransportError):
-            self.find("" if known is None else known.link)
-            return transfer
-        transfer.end(TransferState.DONE)  # type: ignore[attr-defined]
-        return transfer
-
-
-@caught_by("serves_again_in_a_new_generation")
-class GoesBackToAnOlderGeneration(Wrong):
-    def connect(self, peer: EngineRef, metadata: bytes, **options: Any) -> None:
-        known = self._connections.find(peer.engine_id)
-        if known is None or known.peer.generation <= peer.generation:
-            super().connect(peer, metadata, **options)
-
-
-@caught_by("serves_again_in_a_new_generation")
-class KeepsTheOldGenerationToo(Wrong):
-    def read(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
-        known = self._connections.find(peer.engine_id)
-        newer = known is not None and known.peer.generation > peer.generation
-        return super().read(known.peer if known is not None and newer else peer, pairs)
-
-
-@caught_by("disconnects_and_connects_again")
-class KeepsWhoWasDisconnected(Wrong):
-    def disconnect(self, engine_id: str) -> None:
-        return
-
-
-@caught_by("disconnects_and_connects_again")
-class DisconnectsOnlyWhomItKnows(Wrong):
-    def disconnect(self, engine_id: str) -> None:
-        if self._connections.find(engine_id) is None and not self._closed and self._connections.all() == ():
-            raise StateError(f"{engine_id} is not connected")
-        super().disconnect(engine_id)
-
-    def connect(self, peer: EngineRef, metadata: bytes, **options: Any) -> None:
-        with suppress(StateError):
-            super().connect(peer, metadata, **options)
-
-
-@caught_by("lets_a_running_transfer_end_when_its_peer_is_disconnected")
-class ForgetsTransfersOfWhoWasDisconnected(Wrong):
-    def disconnect(self, engine_id: str) -> None:
-        super().disconnect(engine_id)
-        for transfer in list(self._running):
-            transfer.end(TransferState.DONE)
 
 
 @caught_by("unregisters_only_when_its_transfers_have_ended")

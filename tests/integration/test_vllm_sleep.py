@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
-from engine import GROWABLE, EngineProcess, nixl_connector, running
+from engine import GROWABLE, EngineProcess, running
+from sleeping_pair import (
+    ENVIRONMENT,
+    MAX_TOKENS,
+    PROMPTS,
+    Engines,
+    connector,
+    new_ids,
+    prefill_only,
+    require_remote,
+    run_pd,
+    wait_for,
+    wait_for_holders,
+)
 
 from pdkv.testing import CONNECTOR_CHECKS
 
 pytestmark = pytest.mark.vllm
-
-MAX_TOKENS = 10
-LENGTHS = (31, 64, 100)
-PROMPTS = [[(11 * length + 17 * place) % 4000 + 100 for place in range(length)] for length in LENGTHS]
-ASK = {"do_remote_decode": True, "do_remote_prefill": False}
-#: More than any host has times the largest layer, so that every weight update is short of memory.
-ENVIRONMENT = {"PDKV_SLEEP": "1", "PDKV_SIZING_WEIGHT_UPDATE_FACTOR": "1000000"}
-
-Engines = tuple[EngineProcess, EngineProcess]
-_ids = itertools.count(1000, 100)
 
 
 @pytest.fixture(scope="module")
@@ -46,46 +46,6 @@ def engines(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytes
     )
     with running(prefill, decode):
         yield prefill, decode
-
-
-def connector(role: str, mode: str) -> dict[str, Any]:
-    """With leases of a few seconds, so that tests which wait for one to end take no longer."""
-    options = nixl_connector(role, mode)
-    options["kv_transfer_config"]["kv_connector_extra_config"] = {"kv_lease_duration": 6}
-    return options
-
-
-def prefill_only(prefill: EngineProcess, prompts: list[list[int]], first_id: int) -> list[Any]:
-    return [answer["transfer"] for answer in prefill.generate(prompts, 1, [ASK] * len(prompts), first_id)]
-
-
-def run_pd(engines: Engines, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
-    """Each prompt through P, then D, under the same request id; the tokens of D."""
-    first_id = next(_ids)
-    transfer = prefill_only(engines[0], prompts, first_id)
-    return [answer["tokens"] for answer in engines[1].generate(prompts, MAX_TOKENS, transfer, first_id)]
-
-
-def require_remote(decode: EngineProcess, before: dict[str, int]) -> None:
-    """All requests since `before` loaded their KV from prefill."""
-    after = decode.ask("facts")["counts"]
-    assert after["remote_prefill_hits"] - before["remote_prefill_hits"] == after["requests"] - before["requests"]
-    assert after["recomputed_tokens"] == before["recomputed_tokens"]
-    assert after["failed_loads"] == before["failed_loads"]
-
-
-def wait_for(engine: EngineProcess, what: str, wanted: Any) -> None:
-    """Ask until the answer is as wanted; each question lets the engine step."""
-    deadline = time.monotonic() + 60
-    while (found := engine.ask(what)) != wanted:
-        assert time.monotonic() < deadline, f"{what} is not {wanted!r}, but {found!r}"
-
-
-def wait_for_holders(engine: EngineProcess) -> None:
-    """Until some request has blocks that a transfer may touch."""
-    deadline = time.monotonic() + 60
-    while not engine.ask("held"):
-        assert time.monotonic() < deadline, "no request holds blocks"
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["prefill sleeps", "decode sleeps"])
@@ -149,7 +109,7 @@ def test_a_held_lease_refuses_sleep_at_once_and_the_engine_serves_on(
     engines: Engines, reference: list[list[int]]
 ) -> None:
     prefill, decode = engines
-    first_id = next(_ids)
+    first_id = new_ids()
     transfer = prefill_only(prefill, PROMPTS[:1], first_id)
     refusal = prefill.ask("sleep")
     assert "LeasesHeldError" in refusal
@@ -236,7 +196,7 @@ def test_I10_a_reference_from_before_a_sleep_is_refused_while_prefill_sleeps_and
 ) -> None:
     prefill, decode = engines
     prompt = [[2000 + 500 * awake + place for place in range(70)]]
-    first_id = next(_ids)
+    first_id = new_ids()
     old = prefill_only(prefill, prompt, first_id)
     wait_for(prefill, "held", [])  # nobody comes for it: its lease ends
     assert prefill.ask("sleep") is None
@@ -274,7 +234,7 @@ def test_a_lease_of_a_stopped_peer_refuses_sleep_until_it_has_ended(
     prefill, decode = engines
     decode.process.send_signal(signal.SIGSTOP)
     try:
-        prefill_only(prefill, PROMPTS[:1], next(_ids))
+        prefill_only(prefill, PROMPTS[:1], new_ids())
         assert "LeasesHeldError" in prefill.ask("sleep")
         wait_for(prefill, "held", [])
         assert prefill.ask("sleep") is None
@@ -289,7 +249,7 @@ def test_decode_with_a_load_under_way_refuses_to_sleep_until_it_has_ended(
 ) -> None:
     """In pull decode's READ is under way, in push prefill's WRITE."""
     prefill, decode = engines
-    first_id = next(_ids)
+    first_id = new_ids()
     transfer = prefill_only(prefill, PROMPTS[:1], first_id)
     writer = decode if "Pull" in request.node.name else prefill
     writer.ask("hold_transfers", held=True)
@@ -311,7 +271,7 @@ def test_leases_are_ended_for_a_sleep_that_says_so_and_what_was_leased_is_refuse
     engines: Engines, reference: list[list[int]]
 ) -> None:
     prefill, decode = engines
-    first_id = next(_ids)
+    first_id = new_ids()
     prompt = [[3000 + place for place in range(70)]]
     old = prefill_only(prefill, prompt, first_id)
     assert "LeasesHeldError" in prefill.ask("sleep")
@@ -330,7 +290,7 @@ def test_a_transfer_is_ended_for_a_sleep_that_says_so_and_the_peer_is_told_and_w
     prefill, decode = engines
     sleeper, peer = engines[which], engines[1 - which]
     writer = decode if "Pull" in request.node.name else prefill
-    first_id = next(_ids)
+    first_id = new_ids()
     prompt = [[3500 + 100 * which + place for place in range(70)]]
     transfer = prefill_only(prefill, prompt, first_id)
     if writer is peer:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from engine import GROWABLE, EngineProcess, nixl_connector, running
-from test_vllm_sleep import ASK, MAX_TOKENS, PROMPTS, wait_for
+from sleeping_pair import ASK, MAX_TOKENS, PROMPTS, wait_for
 
 pytestmark = pytest.mark.vllm
 

@@ -151,3 +151,13 @@ def committed_range(cache: GrowableKVCache, segment: int, blocks: int | None = N
     where = cache.segments[segment]
     count = cache.num_committed_blocks if blocks is None else blocks
     return cache.address + where.offset, count * where.block_stride
+
+
+def fill_all(cache: GrowableKVCache, value: int) -> None:
+    for view in cache.views().values():
+        for block in range(cache.num_committed_blocks):
+            fill(view, block, value)
+
+
+def holds(cache: GrowableKVCache, block: int, value: int) -> bool:
+    return all(block_bytes(view, block).unique().tolist() == [value] for view in cache.views().values())

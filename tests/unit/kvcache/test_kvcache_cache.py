@@ -7,11 +7,10 @@ import sys
 from collections.abc import Callable
 
 import pytest
-import torch
-from kvcache_strategies import GRANULE, WHOLE_ONLY, block_bytes, fill
+from kvcache_strategies import GRANULE, fill_all, holds
 
-from pdkv.errors import CapacityError, ExtentError, LayoutError, OutOfMemoryError, StateError
-from pdkv.kvcache import AttentionSpec, GrowableKVCache, KVCacheConfig, KVCacheLayout, PageSpec
+from pdkv.errors import CapacityError, OutOfMemoryError, StateError
+from pdkv.kvcache import AttentionSpec, GrowableKVCache, KVCacheConfig
 from pdkv.memory import HostDriver
 from pdkv.memory.wrappers import CountingDriver, FailingDriver, LimitedDriver, out_of_memory
 
@@ -19,16 +18,6 @@ pytestmark = pytest.mark.cpu
 
 OpenCache = Callable[..., GrowableKVCache]
 CHANGES = ("create", "map", "unmap", "release", "zero", "copy", "reserve")
-
-
-def fill_all(cache: GrowableKVCache, value: int) -> None:
-    for view in cache.views().values():
-        for block in range(cache.num_committed_blocks):
-            fill(view, block, value)
-
-
-def holds(cache: GrowableKVCache, block: int, value: int) -> bool:
-    return all(block_bytes(view, block).unique().tolist() == [value] for view in cache.views().values())
 
 
 def test_a_new_cache_reserves_and_commits_nothing(cache: GrowableKVCache) -> None:
@@ -220,70 +209,6 @@ def test_a_remap_that_loses_contents_in_failing_raises_the_generation(
     assert holds(cache, 39, 0)
 
 
-def test_released_memory_is_back_and_addresses_stay(cache: GrowableKVCache) -> None:
-    cache.commit(20)
-    view = cache.views()["b"]
-    address = view.data_ptr()
-    report = cache.release_physical()
-    assert report.released == report.given_back == 3 * 6 * GRANULE
-    assert (cache.physical_bytes, cache.num_committed_blocks, cache.is_released) == (0, 0, True)
-    assert cache.extents() == ()
-    with pytest.raises(ExtentError):
-        cache.check_range(address, 1)
-    assert cache.views()["b"].data_ptr() == address
-
-
-def test_recommitting_restores_the_count_zeroed_in_one_chunk_with_a_new_generation(cache: GrowableKVCache) -> None:
-    cache.commit(5)
-    cache.commit(20)
-    fill_all(cache, 8)
-    view = cache.committed_views()["b"]
-    cache.release_physical()
-    report = cache.recommit()
-    assert (report.blocks, report.remapped, report.contents_kept, report.generation) == (20, True, False, 1)
-    assert cache.chunks_per_segment() == 1
-    assert not view.any()
-
-
-def test_releasing_twice_gives_nothing_more(cache: GrowableKVCache) -> None:
-    cache.commit(20)
-    cache.release_physical()
-    generation = cache.generation
-    assert cache.release_physical().released == 0
-    assert cache.recommit().blocks == 20
-    assert cache.generation == generation
-
-
-def test_recommitting_fails_cleanly_and_can_be_tried_again(
-    small_config: KVCacheConfig, open_cache: OpenCache, driver: HostDriver
-) -> None:
-    limited = LimitedDriver(driver, 18 * GRANULE)
-    cache = open_cache(small_config, limited)
-    cache.commit(20)
-    cache.release_physical()
-    limited.limit = 17 * GRANULE
-    with pytest.raises(OutOfMemoryError):
-        cache.recommit()
-    assert (cache.is_released, cache.physical_bytes) == (True, 0)
-    limited.limit = 18 * GRANULE
-    assert cache.recommit().blocks == 20
-
-
-def test_a_release_that_fails_half_way_leaves_no_old_contents_behind(
-    small_config: KVCacheConfig, open_cache: OpenCache, driver: HostDriver
-) -> None:
-    failing = FailingDriver(driver)
-    cache = open_cache(small_config, failing)
-    cache.commit(20)
-    fill_all(cache, 8)
-    failing.fail("unmap", 2)
-    with pytest.raises(Exception, match="refused"):
-        cache.release_physical()
-    assert (cache.is_released, cache.extents()) == (True, ())
-    assert cache.recommit().blocks == 20
-    assert all(holds(cache, block, 0) for block in range(20))
-
-
 def test_the_state_tells_what_is_allowed(cache: GrowableKVCache) -> None:
     with pytest.raises(StateError, match="not released"):
         cache.recommit()
@@ -311,65 +236,6 @@ def test_a_budget_that_holds_no_block_is_refused(cache: GrowableKVCache) -> None
     assert cache.require_blocks_within(3 * GRANULE) == cache.blocks_within(3 * GRANULE) == 3
     with pytest.raises(CapacityError, match=f"which take {3 * GRANULE} bytes in 3 segments"):
         cache.require_blocks_within(3 * GRANULE - 1)
-
-
-@pytest.mark.parametrize("layout", list(KVCacheLayout))
-def test_committed_views_show_the_same_memory_as_views(layout: KVCacheLayout, open_cache: OpenCache) -> None:
-    cache = open_cache(KVCacheConfig.uniform(("a", "b"), PageSpec(2, 3, 100, 3), 30, layout))
-    cache.commit(11 if layout.is_block_compact else 30)
-    whole, committed = cache.views(), cache.committed_views()
-    for number, name in enumerate(("a", "b")):
-        assert committed[name].shape[0] == cache.num_committed_blocks
-        assert committed[name].stride() == whole[name].stride()
-        assert committed[name].data_ptr() == whole[name].data_ptr()
-        committed[name].fill_(number + 1)
-        assert torch.equal(whole[name][: cache.num_committed_blocks], committed[name])
-
-
-def test_storages_of_committed_views_begin_at_the_segment_and_end_with_the_last_block(cache: GrowableKVCache) -> None:
-    cache.commit(5)
-    for number, view in enumerate(cache.committed_views().values()):
-        storage = view.untyped_storage()
-        assert storage.data_ptr() == cache.address + cache.segments[number].offset
-        assert storage.nbytes() == 5 * 1152 < 2 * GRANULE
-    assert [tensor.size for tensor in cache.committed_config().tensors] == [5 * 1152] * 3
-    assert [raw.numel() for raw in cache.committed_raw()] == [5 * 1152] * 3
-
-
-def test_layers_of_a_block_outermost_cache_share_one_committed_storage(open_cache: OpenCache) -> None:
-    cache = open_cache(KVCacheConfig.uniform(("a", "b"), PageSpec(2, 3, 100, 3), 30, KVCacheLayout.BLHNC))
-    cache.commit(5)
-    storages = {
-        (v.untyped_storage().data_ptr(), v.untyped_storage().nbytes()) for v in cache.committed_views().values()
-    }
-    assert storages == {(cache.address, 5 * 1200)}
-
-
-@pytest.mark.parametrize("layout", WHOLE_ONLY)
-def test_a_layout_that_cannot_grow_is_committed_whole_or_not_at_all(
-    layout: KVCacheLayout, open_cache: OpenCache
-) -> None:
-    cache = open_cache(KVCacheConfig.uniform(("a", "b"), PageSpec(2, 3, 100, 3), 30, layout))
-    with pytest.raises(LayoutError, match=f"{layout.name}.*one of LBHNC"):
-        cache.commit(29)
-    assert cache.physical_bytes == 0
-    assert cache.commit(30).blocks == 30
-    assert sum(extent.nbytes for extent in cache.extents()) == cache.bytes_reserved
-    with pytest.raises(LayoutError):
-        cache.commit(1, shrink=True)
-    cache.release_physical()
-    assert cache.recommit().blocks == 30
-
-
-def test_the_raw_tensor_spans_the_reservation(cache: GrowableKVCache) -> None:
-    raw = cache.raw_tensor()
-    assert (raw.dtype, raw.numel(), raw.data_ptr()) == (torch.int8, cache.bytes_reserved, cache.address)
-
-
-def test_chunk_offsets_count_from_the_segment(cache: GrowableKVCache) -> None:
-    cache.commit(3)
-    cache.commit(12)
-    assert [(chunk.offset, chunk.nbytes) for chunk in cache.chunks(2)] == [(0, GRANULE), (GRANULE, 3 * GRANULE)]
 
 
 def test_describe_tells_plain_values(cache: GrowableKVCache) -> None:
