@@ -13,6 +13,7 @@ from pdkv.transfer.messages import EngineRef
 from pdkv_connectors.checking import wire
 from pdkv_connectors.ipc.hashing import WORD_NBYTES
 from pdkv_connectors.ipc.offers import Offers
+from pdkv_connectors.native import find_kernels
 
 if TYPE_CHECKING:
     from pdkv.kvcache import GrowableKVCache
@@ -27,7 +28,8 @@ Steps = Generator[None, None, T]
 
 
 class SumKeeper:
-    """Of one registration. Sums lie in memory of the same kind as the cache, and on CUDA are made by ipc's kernel.
+    """Of one registration. Sums lie in memory of the same kind as the cache, and are made by ipc's
+    kernels.
 
     Args:
         engine: this side, in the generation of its registration.
@@ -51,7 +53,8 @@ class SumKeeper:
 
             self._mover = CudaMover(cache.driver.device_id)
         try:
-            self._offers = Offers(cache, geometry, self._mover, keeps_sums=True)
+            kernels = find_kernels() if self._mover is None else None
+            self._offers = Offers(cache, geometry, self._mover, keeps_sums=True, kernels=kernels)
         except BaseException:
             self._close_mover()
             raise

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pdkv.kvcache import GrowableKVCache
     from pdkv.transfer.geometry import CacheGeometry
     from pdkv_connectors.ipc.cuda_mover import CudaMover, CudaWork
+    from pdkv_connectors.native import Kernels
 
 SUM_TIMEOUT_S = 30.0
 """How long summing for a peer that waits may take."""
@@ -29,6 +30,7 @@ class Offers:
     Args:
         mover: on CUDA; for sums, and for nothing else.
         keeps_sums: whether blocks are summed when they are offered.
+        kernels: what sums them on the host; numpy without.
 
     Attributes:
         board: which blocks are complete, and summed where there are sums.
@@ -36,7 +38,13 @@ class Offers:
     """
 
     def __init__(
-        self, cache: GrowableKVCache, geometry: CacheGeometry, mover: CudaMover | None, *, keeps_sums: bool
+        self,
+        cache: GrowableKVCache,
+        geometry: CacheGeometry,
+        mover: CudaMover | None,
+        *,
+        keeps_sums: bool,
+        kernels: Kernels | None = None,
     ) -> None:
         self._geometry = geometry
         self._mover = mover
@@ -44,7 +52,7 @@ class Offers:
         self._pending: list[tuple[list[CudaWork], Ids]] = []
         self.board = Board(geometry.num_blocks)
         try:
-            self.sums = PageSums(cache, geometry, mover) if keeps_sums else None
+            self.sums = PageSums(cache, geometry, mover, kernels) if keeps_sums else None
         except BaseException:
             self.board.close()
             raise

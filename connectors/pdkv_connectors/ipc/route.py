@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pdkv.transfer.geometry import CacheGeometry
     from pdkv_connectors.ipc.cuda_mover import CudaMover, CudaWork
     from pdkv_connectors.ipc.link import Link
+    from pdkv_connectors.native import Kernels
 
 CACHE, SUMS, BOARD = 0, 1, 2
 Legs = tuple[tuple[Leg, ...], ...]
@@ -159,46 +160,55 @@ class _OnDevice:
 
 
 class HostRoute(Route):
-    """By slices and torch."""
+    """By compiled kernels, or by slices and numpy."""
 
     needs_memory = True
 
-    def __init__(self, between: Between, cache: GrowableKVCache, driver: MemoryDriver) -> None:
+    def __init__(self, between: Between, cache: GrowableKVCache, driver: MemoryDriver, kernels: Kernels | None) -> None:
         from pdkv.transfer.fit import first_difference
-        from pdkv_connectors.ipc.host_mover import HostLeg
+        from pdkv_connectors.ipc.host_leg import HostLeg
 
         super().__init__(between)
         self._cache = cache
         self._driver = driver
         self._verify = between.verify
+        self._kernels = kernels
         alike = first_difference(self.source, self.destination) is None
-        self._as_is = alike and all(leg.plan.takes_all_heads for group in self.legs for leg in group)
+        as_is = alike and all(leg.plan.takes_all_heads for group in self.legs for leg in group)
+        # Kernels that verify go by units, so that each word is hashed as it is copied.
+        self._by_runs = as_is and not (self._verify and kernels is not None)
         counts = (self.source.num_blocks, self.destination.num_blocks)
-        self._ready = [[HostLeg(leg, counts, inverses_of(leg, between.scales)) for leg in group] for group in self.legs]
+        self._ready = [
+            [HostLeg(leg, counts, inverses_of(leg, between.scales), kernels) for leg in group] for group in self.legs
+        ]
 
     def start(self, columns: Sequence[BlockColumns], programs: int | None) -> Running:
-        from pdkv.transfer.runs import copies_for
-        from pdkv_connectors.ipc.host_mover import HostCopy, HostSide, RawTensor
+        from pdkv_connectors.ipc.host_leg import HostSide
+        from pdkv_connectors.ipc.host_mover import HostCopy
 
-        def imported(number: int) -> RawTensor:
+        def imported(number: int) -> HostSide:
             of = self.link.memories[number]
             whole = self._driver.tensor(of.address, of.nbytes, self.link)
-            return lambda offset, nbytes: whole[offset : offset + nbytes]
+            return HostSide(of.address, lambda offset, nbytes: whole[offset : offset + nbytes])
 
-        memory, cache = self.link.memories[CACHE], self._cache
-        pairs = [pair for part in columns for pair in part]
-        copies = iter(copies_for(self.source, self.destination, pairs)) if self._as_is else None
-        jobs: list[tuple[HostLeg, Ids]] = [
-            (leg, np.stack((part.source, part.destination))) for part in columns for leg in self._ready[part.group]
-        ]
-        own = cache.raw_tensor()
+        cache, own = self._cache, self._cache.raw_tensor()
         return HostCopy(
-            HostSide(memory.address, memory.nbytes, imported(CACHE)),
-            HostSide(cache.address, cache.bytes_reserved, lambda offset, nbytes: own[offset : offset + nbytes]),
+            imported(CACHE),
+            HostSide(cache.address, lambda offset, nbytes: own[offset : offset + nbytes]),
             imported(SUMS) if self._verify else None,
-            copies,
-            jobs,
+            self._runs(columns) if self._by_runs else None,
+            self._jobs(columns),
         )
+
+    def _runs(self, columns: Sequence[BlockColumns]) -> RunSteps:
+        from pdkv.transfer.runs import copies_for
+        from pdkv_connectors.ipc.host_mover import RunSteps
+
+        copies = copies_for(self.source, self.destination, [pair for part in columns for pair in part])
+        return RunSteps(copies, self.link.memories[CACHE].address, self._cache.address, self._kernels)
+
+    def _jobs(self, columns: Sequence[BlockColumns]) -> list[tuple[HostLeg, Ids]]:
+        return [(leg, np.stack((part.source, part.destination))) for part in columns for leg in self._ready[part.group]]
 
     def drain(self) -> None:
         """Steps hold the link's lock, and look first whether it is open."""
@@ -207,4 +217,5 @@ class HostRoute(Route):
 
 
 if TYPE_CHECKING:
-    from pdkv_connectors.ipc.host_mover import HostLeg
+    from pdkv_connectors.ipc.host_leg import HostLeg
+    from pdkv_connectors.ipc.host_mover import RunSteps

@@ -25,9 +25,12 @@ if TYPE_CHECKING:
     from pdkv.transfer.geometry import CacheGeometry
     from pdkv_connectors.ipc.cuda_mover import CudaMover, CudaWork, SumLeg
     from pdkv_connectors.ipc.plan import PageShape
+    from pdkv_connectors.ipc.unit_kernel import UnitKernel
+    from pdkv_connectors.native import Kernels
 
 STEP_NBYTES = 8 << 20
-"""Summed at once on the host, in a few milliseconds. Blocks that do not follow each other are copied for it."""
+"""Summed at once on the host, in a millisecond by a kernel and a few without. Without, blocks that do not follow each
+other are copied for it."""
 
 
 class PageSums:
@@ -35,12 +38,16 @@ class PageSums:
 
     Args:
         mover: on CUDA; used under this object's lock only.
+        kernels: for the host; without them numpy sums.
     """
 
-    def __init__(self, cache: GrowableKVCache, geometry: CacheGeometry, mover: CudaMover | None) -> None:
+    def __init__(
+        self, cache: GrowableKVCache, geometry: CacheGeometry, mover: CudaMover | None, kernels: Kernels | None
+    ) -> None:
         self._cache = cache
         self._geometry = geometry
         self._mover = mover
+        self._kernels = kernels
         self._lock = threading.Lock()
         self._closed = False
         self._reservation = Reservation(cache.driver, round_up(sums_nbytes(geometry), cache.driver.granule))
@@ -54,6 +61,7 @@ class PageSums:
             self._reservation.close()
             raise
         self._keys: dict[PageShape, npt.NDArray[np.uint32]] = {}
+        self._unit_kernels: dict[PageShape, UnitKernel] = {}
 
     def export(self) -> GrantedMemory:
         """For a peer to read."""
@@ -77,8 +85,12 @@ class PageSums:
             self._require_open()
             if self._mover is not None:
                 return self._mover.start_sums([(self._legs[group], blocks)], after)
-            for place in self._places[group]:
-                self._sum_on_host(place, blocks)
+            for shape, places in groupby(self._places[group], lambda place: place.shape):
+                if self._kernels is not None:
+                    self._sum_by_kernel(self._kernels, shape, list(places), blocks)
+                    continue
+                for place in places:
+                    self._sum_by_numpy(place, blocks)
             return None
 
     def is_done(self, work: CudaWork | None) -> bool:
@@ -137,7 +149,26 @@ class PageSums:
 
         return self._reservation.tensor(offset, sums * WORD_NBYTES).view(torch.int64)
 
-    def _sum_on_host(self, place: LayerPlace, blocks: Ids) -> None:
+    def _sum_by_kernel(self, kernels: Kernels, shape: PageShape, places: Sequence[LayerPlace], blocks: Ids) -> None:
+        from pdkv_connectors.ipc.unit_kernel import UnitKernel, whole_pages
+
+        if shape not in self._unit_kernels:
+            self._unit_kernels[shape] = UnitKernel(whole_pages(shape), kernels)
+        kernel = self._unit_kernels[shape]
+        pages = np.array([self._cache.address + place.offset for place in places], np.int64)
+        sums = np.array([self._reservation.address + place.sum_offset for place in places], np.int64)
+        # As many layers as a step takes together: a request often has few blocks.
+        step = max(1, STEP_NBYTES // shape.nbytes)
+        together = max(1, step // max(len(blocks), 1))
+        for first in range(0, len(blocks), step):
+            now = blocks[first : first + step]
+            offsets = kernel.offsets(now, now)
+            for layer in range(0, len(places), together):
+                layers = slice(layer, layer + together)
+                self._require_open()
+                kernel.sum(pages[layers], sums[layers], offsets)
+
+    def _sum_by_numpy(self, place: LayerPlace, blocks: Ids) -> None:
         from pdkv_connectors.ipc.convert import page_keys, page_view
         from pdkv_connectors.ipc.hashing import hash_granules
 

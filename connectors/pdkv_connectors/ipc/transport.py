@@ -1,8 +1,8 @@
 """The ipc transport: engines of one machine that map each other's memory.
 
 P hands descriptors of its chunks to D over a Unix socket; D maps them, for reading only, into one range of its own, and
-copies all blocks and layers of a request at once: by one kernel launch on CUDA, by a loop over slices on the host. On
-the way block sizes, layouts, numbers of heads and bf16 are converted, and every page is checked against P's sums.
+copies all blocks and layers of a request at once: by one kernel launch on CUDA, by compiled loops on the host. On the
+way block sizes, layouts, numbers of heads and bf16 are converted, and every page is checked against P's sums.
 
 D copies only what P has finished. P says so on a board in shared memory, after :meth:`IpcTransport.offer`; where a
 block is not on it, D asks, and P synchronises its device, sums the blocks and answers: slower, and always right.
@@ -37,10 +37,12 @@ from pdkv_connectors.ipc.offers import Offers, require_agreed
 from pdkv_connectors.ipc.owner import GrantedMemory, Owner
 from pdkv_connectors.ipc.route import Between, CudaRoute, HostRoute, Route
 from pdkv_connectors.ipc.transfers import IpcTransfer
+from pdkv_connectors.native import find_kernels
 
 if TYPE_CHECKING:
     from pdkv.kvcache import GrowableKVCache
     from pdkv_connectors.ipc.cuda_mover import CudaMover
+    from pdkv_connectors.native import Kernels
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,8 @@ class IpcTransport(TransportBase[Route]):
         fp8_scales: (scale of K, scale of V) of each layer of this cache. Where they are given, and this cache is fp8, a
             peer's bf16 becomes fp8 on the way: ``value / scale``, saturated at 448, NaN as 0x7f.
         drop_timeout_s: how long peers have to let go of memory that is taken back.
+        compiled: whether the host's kernels are used, where llvmlite can compile them; without them memoryview slices
+            and numpy do the same, more slowly.
     """
 
     name = "ipc"
@@ -79,6 +83,7 @@ class IpcTransport(TransportBase[Route]):
         programs: int = THROTTLED_PROGRAMS,
         fp8_scales: Sequence[tuple[float, float]] | None = None,
         drop_timeout_s: float = DROP_TIMEOUT_S,
+        compiled: bool = True,
     ) -> None:
         super().__init__()
         self.verifies = verify
@@ -86,6 +91,8 @@ class IpcTransport(TransportBase[Route]):
         self._programs = programs
         self._fp8_scales = fp8_scales
         self._drop_timeout_s = drop_timeout_s
+        self._compiled = compiled
+        self._kernels: Kernels | None = None
         self._loop: Loop | None = None
         self._owner: Owner | None = None
         self._offers: Offers | None = None
@@ -130,7 +137,8 @@ class IpcTransport(TransportBase[Route]):
 
     def describe_state(self) -> dict[str, Any]:
         found = {"verify": self.verifies, "holders": self._owner.num_peers if self._owner is not None else 0}
-        return {**super().describe_state(), **found, "below": "triton" if self._movers else "memoryview"}
+        below = "triton" if self._movers else "memoryview" if self._kernels is None else "llvm"
+        return {**super().describe_state(), **found, "below": below}
 
     def close(self, *, timeout_s: float = 5.0) -> None:
         with FirstError() as errors:
@@ -152,6 +160,8 @@ class IpcTransport(TransportBase[Route]):
             from pdkv_connectors.ipc.cuda_mover import CudaMover
 
             self._movers = [CudaMover(cache.driver.device_id) for _ in range(2)]
+        elif cache.driver.name == "host" and self._compiled:
+            self._kernels = find_kernels()
         try:
             self._loop = self._loop or Loop()
             self._pages = self._pages or open_driver("host", granule=_PAGE_NBYTES)
@@ -163,7 +173,7 @@ class IpcTransport(TransportBase[Route]):
         memories: dict[int, GrantedMemory] = {}
         try:
             mover = self._movers[1] if self._movers else None
-            offers = self._offers = Offers(cache, geometry, mover, keeps_sums=self.verifies)
+            offers = self._offers = Offers(cache, geometry, mover, keeps_sums=self.verifies, kernels=self._kernels)
             memories[0] = GrantedMemory(cache.bytes_reserved, cache.export_fds())
             if offers.sums is not None:
                 memories[1] = offers.sums.export()
@@ -218,7 +228,7 @@ class IpcTransport(TransportBase[Route]):
             route = (
                 CudaRoute(between, cache.address, self._movers[0])
                 if self._movers
-                else HostRoute(between, cache, driver)
+                else HostRoute(between, cache, driver, self._kernels)
             )
         except BaseException:
             link.close()

@@ -15,7 +15,7 @@ from pdkv.memory import HostDriver
 from pdkv.transfer.messages import EngineRef
 from pdkv.transfer.shards import HeadSlice
 from pdkv_connectors.ipc import BlockColumns, IpcTransport
-from pdkv_connectors.ipc.host_mover import HostLeg
+from pdkv_connectors.ipc.host_leg import HostLeg
 
 pytestmark = pytest.mark.cpu
 
@@ -24,10 +24,15 @@ P, D = EngineRef("P", 1), EngineRef("D", 1)
 
 
 class Bench:
-    """Builds caches and transports, and closes them."""
+    """Builds caches and transports, and closes them.
 
-    def __init__(self, stack: ExitStack) -> None:
+    Args:
+        compiled: the engines that use compiled kernels; the others use memoryview and numpy.
+    """
+
+    def __init__(self, stack: ExitStack, compiled: str) -> None:
         self._stack = stack
+        self.compiled = compiled
         self.driver = HostDriver(4096)
         stack.callback(self.driver.close)
 
@@ -51,7 +56,7 @@ class Bench:
         return cache
 
     def transport(self, cache: GrowableKVCache, engine: EngineRef, **options: Any) -> IpcTransport:
-        transport = self.keep(IpcTransport(**options))
+        transport = self.keep(IpcTransport(compiled=engine.engine_id in self.compiled, **options))
         transport.register(cache, engine)
         return transport
 
@@ -73,11 +78,11 @@ class Bench:
         assert transfer.wait(20.0) == "done", transfer.reason
 
 
-@pytest.fixture
-def bench() -> Iterator[Bench]:
+@pytest.fixture(params=["PD", "P", "D", ""], ids=["compiled", "compiled at P", "compiled at D", "not compiled"])
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     torch.manual_seed(1)
     with ExitStack() as stack:
-        yield Bench(stack)
+        yield Bench(stack, request.param)
 
 
 def units(cache: GrowableKVCache, tokens: int) -> list[torch.Tensor]:
@@ -99,16 +104,23 @@ def test_block_sizes_and_layouts_are_converted(bench: Bench, there: int, here: i
         assert torch.equal(found, old)
 
 
-def test_blocks_that_fit_as_they_are_are_verified_where_they_arrived_and_not_copied_again(
+def test_blocks_that_fit_as_they_are_are_verified_as_they_move_or_where_they_arrived_and_never_copied_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    for name in ("convert", "verify"):
-        stock = getattr(HostLeg, name)
-        monkeypatch.setattr(HostLeg, name, lambda *args, name=name, stock=stock: (calls.append(name), stock(*args))[1])
+
+    def watch(name: str, stock: Any) -> Any:
+        def watched(*args: Any, **options: Any) -> Any:
+            calls.append(name)
+            return stock(*args, **options)
+
+        return watched
+
+    for name in ("move", "convert", "verify"):
+        monkeypatch.setattr(HostLeg, name, watch(name, getattr(HostLeg, name)))
     source, destination = bench.cache(), bench.cache()
     bench.read(source, destination, [(3, 5), (4, 1)])
-    assert set(calls) == {"verify"}
+    assert set(calls) == {"move" if "D" in bench.compiled else "verify"}
     for wanted, found in zip(source.views().values(), destination.views().values(), strict=True):
         assert torch.equal(found[[5, 1]], wanted[[3, 4]])
 

@@ -11,6 +11,7 @@ from ipc_peers import Peer, peers, until
 
 from pdkv.testing import TRANSPORT_CHECKS, TransportBench, run_transport_check
 from pdkv.testing.child import ChildError
+from pdkv_connectors.ipc import IpcTransport
 
 pytestmark = pytest.mark.cpu
 
@@ -29,6 +30,17 @@ def pair(tmp_path: Path) -> Iterator[tuple[Peer, Peer]]:
 def bench() -> Iterator[TransportBench]:
     with TransportBench("pdkv_connectors.ipc:IpcTransport", processes=2) as bench:
         yield bench
+
+
+@pytest.fixture(scope="module")
+def bench_without_kernels() -> Iterator[TransportBench]:
+    with TransportBench(lambda: IpcTransport(compiled=False)) as bench:
+        yield bench
+
+
+@pytest.mark.parametrize("rule", TRANSPORT_CHECKS)
+def test_it_keeps_the_contract_without_kernels(rule: str, bench_without_kernels: TransportBench) -> None:
+    run_transport_check(rule, bench_without_kernels)
 
 
 @pytest.mark.parametrize("rule", TRANSPORT_CHECKS)

@@ -14,6 +14,7 @@ from pdkv.transfer.messages import EngineRef
 from pdkv_connectors.ipc import IpcTransport, hashing, wire
 from pdkv_connectors.ipc.link import Link
 from pdkv_connectors.ipc.loop import Loop
+from pdkv_connectors.native import Kernels
 
 pytestmark = pytest.mark.cpu
 
@@ -34,17 +35,21 @@ class Gate:
         return self._function(*arguments)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 def test_memory_is_not_taken_back_while_it_is_summed_for_a_peer_that_has_gone(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:
-    p, d = (TransportSide(lambda: IpcTransport(drop_timeout_s=2.0)) for _ in range(2))
+    p, d = (TransportSide(lambda: IpcTransport(drop_timeout_s=2.0, compiled=compiled)) for _ in range(2))
     for name, side in (("P", p), ("D", d)):
         side.do_open()
         side.do_build(8192)
         side.do_register(name, 1)
     d.do_connect("P", 1, p.do_describe())
-    gate = Gate(hashing.hash_granules)
-    monkeypatch.setattr(hashing, "hash_granules", gate)
+    gate = Gate(Kernels.sum_units if compiled else hashing.hash_granules)
+    if compiled:
+        monkeypatch.setattr(Kernels, "sum_units", lambda *arguments: gate(*arguments))
+    else:
+        monkeypatch.setattr(hashing, "hash_granules", gate)
     d.do_post("P", 1, [[0, block, block] for block in range(40)], reads=True)
     assert gate.entered.wait(DEADLINE_S)
     d.do_close()

@@ -1,0 +1,135 @@
+"""The kernels of kernels.ll, compiled for the CPU at hand by llvmlite, in a tenth of a second."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.int64]
+"""One axis, contiguous."""
+
+TEXT = Path(__file__).with_name("kernels.ll")
+
+
+@dataclass(frozen=True, slots=True)
+class UnitShape:
+    """What the units of a call look like, on the side that is read and the side that is written. Strides in bytes.
+
+    Attributes:
+        heads, granules, rows: heads of a unit, granules of each of them, rows of each granule.
+        nbytes: of a row, which is one run on both sides; a multiple of 8 where units are summed.
+        table_head: in the table of sums, from one head to the next; the granules of a head follow each other.
+    """
+
+    heads: int
+    from_head: int
+    to_head: int
+    table_head: int
+    granules: int
+    from_granule: int
+    to_granule: int
+    rows: int
+    from_row: int
+    to_row: int
+    nbytes: int
+
+    def numbers(self) -> Numbers:
+        """As the kernels read it: rows that follow each other on both sides are one."""
+        rows, nbytes = self.rows, self.nbytes
+        if rows > 1 and self.from_row == self.to_row == nbytes:
+            rows, nbytes = 1, rows * nbytes
+        found = np.array(astuple(self), np.int64)
+        found[7], found[10] = rows, nbytes
+        return found
+
+
+class Kernels:
+    """All of them. A call does not hold the interpreter's lock; addresses are of memory that somebody keeps mapped.
+
+    Args:
+        cpu, features: what to compile for, as LLVM calls it; the CPU at hand unless told.
+
+    Raises:
+        ImportError: llvmlite is missing.
+        RuntimeError: LLVM does not compile them for this CPU.
+    """
+
+    def __init__(self, cpu: str | None = None, features: str = "") -> None:
+        import llvmlite.binding as llvm
+
+        module, machine = optimized(cpu, features)
+        self._engine = llvm.create_mcjit_compiler(module, machine)  # owns the code
+        self._engine.finalize_object()
+        self._copy_runs = self._function("copy_runs", None, 5)
+        self._copy_units = self._function("copy_units", None, 5)
+        self._copy_and_check_units = self._function("copy_and_check_units", ctypes.c_int64, 7)
+        self._sum_units = self._function("sum_units", None, 5)
+
+    def copy_runs(self, to: Numbers, from_: Numbers, nbytes: Numbers, *, streams: bool) -> None:
+        """Copy ``nbytes[i]`` bytes from address ``from_[i]`` to ``to[i]``; no two overlap.
+
+        Args:
+            streams: write past the caches.
+        """
+        self._copy_runs(to.ctypes.data, from_.ctypes.data, nbytes.ctypes.data, len(nbytes), streams)
+
+    def copy_units(self, to: Numbers, from_: Numbers, shape: Numbers, *, streams: bool) -> None:
+        """Copy units at these addresses.
+
+        Args:
+            shape: of :meth:`UnitShape.numbers`.
+        """
+        self._copy_units(to.ctypes.data, from_.ctypes.data, len(to), shape.ctypes.data, streams)
+
+    def copy_and_check_units(
+        self, to: Numbers, from_: Numbers, keys: Numbers, sums: Numbers, shape: Numbers, *, streams: bool
+    ) -> int | None:
+        """The same, and the sums of the very words that are written are compared: the first unit that differs, or None.
+
+        Args:
+            keys: addresses of the keys of the words at `from_`, which lie as these do; see `hashing.word_keys`.
+            sums: addresses of the first sum of each unit.
+        """
+        wrong = self._copy_and_check_units(
+            to.ctypes.data,
+            from_.ctypes.data,
+            keys.ctypes.data,
+            sums.ctypes.data,
+            len(to),
+            shape.ctypes.data,
+            streams,
+        )
+        return int(wrong) if wrong < len(to) else None
+
+    def sum_units(self, from_: Numbers, keys: Numbers, sums: Numbers, shape: Numbers) -> None:
+        """Write the sums of units to the places in `sums`. Arguments as above; the strides of `to` mean nothing."""
+        self._sum_units(from_.ctypes.data, keys.ctypes.data, sums.ctypes.data, len(from_), shape.ctypes.data)
+
+    def _function(self, name: str, result: Any, arguments: int) -> Any:
+        kind = ctypes.CFUNCTYPE(result, *[ctypes.c_int64] * arguments)
+        return kind(self._engine.get_function_address(name))
+
+
+def optimized(cpu: str | None = None, features: str = "") -> tuple[Any, Any]:
+    """LLVM's module of the kernels, and the machine that it is for; arguments and errors as of :class:`Kernels`."""
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    if cpu is None:
+        cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    module = llvm.parse_assembly(TEXT.read_text())
+    module.triple = llvm.get_process_triple()
+    module.verify()
+    machine = llvm.Target.from_triple(module.triple).create_target_machine(cpu=cpu, features=features, opt=2)
+    # What is worth vectors is written in vectors.
+    tuning = llvm.create_pipeline_tuning_options(speed_level=2)
+    tuning.loop_vectorization = tuning.slp_vectorization = False
+    builder = llvm.create_pass_builder(machine, tuning)
+    builder.getModulePassManager().run(module, builder)
+    return module, machine
