@@ -27,8 +27,9 @@ def host_rows(owner: Child, start: Start, quick: bool, say: Callable[[str], None
         other = build("host", layers=LAYERS, blocks=blocks // 4, tokens=4 * TOKENS, layout="LBNHC")
         stack.callback(other.close)
         plain, checked = Reader(cache, there, verify=False), Reader(cache, there)
+        slices, numpy = (Reader(cache, there, verify=verify, compiled=False) for verify in (False, True))
         converting = Reader(other, there, verify=False)
-        for reader in (plain, checked, converting):
+        for reader in (plain, checked, slices, numpy, converting):
             stack.callback(reader.transport.close)
         pairs = BlockColumns(*(scattered(blocks, wanted, seed) for seed in (1, 2)))
         beside = others(start, stack, pairs, say, layers=LAYERS, blocks=blocks)
@@ -40,6 +41,8 @@ def host_rows(owner: Child, start: Start, quick: bool, say: Callable[[str], None
                 "plain": lambda: plain.read(pairs),
                 "checked": lambda: checked.read(pairs),
                 "convert": lambda: converting.read(pairs),
+                "slices": lambda: slices.read(pairs),
+                "numpy": lambda: numpy.read(pairs),
                 **beside,
             },
             repeats,
@@ -54,6 +57,8 @@ def host_rows(owner: Child, start: Start, quick: bool, say: Callable[[str], None
         as_it_is,
         time_ratio("the same, sums verified", times["checked"], as_it_is, None, nbytes),
         time_ratio("16 -> 64 tokens, HNC -> NHC", times["convert"], as_it_is, None, nbytes),
+        bandwidth_share("without kernels, by memoryview slices", times["slices"], copy, None, nbytes),
+        time_ratio("without kernels, sums verified by numpy", times["numpy"], as_it_is, None, nbytes),
     ]
     for name, target in ((NIXL, 1.8), (MOONCAKE, None)):
         if name in times:

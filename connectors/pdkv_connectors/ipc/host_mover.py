@@ -11,8 +11,6 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from pdkv_connectors.ipc.columns import Ids
 from pdkv_connectors.ipc.host_leg import HostLeg, HostSide
 from pdkv_connectors.ipc.unit_kernel import UnitOffsets
@@ -20,7 +18,6 @@ from pdkv_connectors.native import streams
 
 if TYPE_CHECKING:
     from pdkv.transfer.runs import Copies
-    from pdkv_connectors.native import Kernels, Numbers
 
 STEP_NBYTES = 8 << 20
 """Bytes that one step copies, about a millisecond."""
@@ -34,54 +31,26 @@ def bytes_at(address: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
-class RunSteps:
-    """Runs of bytes that are copied as they are.
+class Slices:
+    """Bytes that are copied as they are, without kernels."""
 
-    Args:
-        source, destination: addresses of what the runs' offsets count from.
-    """
-
-    def __init__(self, copies: Copies, source: int, destination: int, kernels: Kernels | None) -> None:
-        offsets, self._nbytes = _cut(copies)
-        self._from, self._to = offsets[0] + source, offsets[1] + destination
-        self._kernels = kernels
-        self._streams = streams(copies.total_nbytes)
-        ends = np.cumsum(self._nbytes)
-        total = int(ends[-1]) if len(ends) else 0
-        steps = np.searchsorted(ends, np.arange(STEP_NBYTES, total + STEP_NBYTES, STEP_NBYTES)) + 1
-        self._steps = iter(np.minimum(steps, len(ends)).tolist())
-        self._done = 0
+    def __init__(self, copies: Copies, source: memoryview, destination: memoryview) -> None:
+        self._source, self._destination = source, destination
+        self._pieces = (
+            (from_ + at, to + at, min(STEP_NBYTES, nbytes - at))
+            for from_, to, nbytes in copies
+            for at in range(0, nbytes, STEP_NBYTES)
+        )
 
     def advance(self) -> bool:
         """Copy for a millisecond or so; whether that was all."""
-        part = slice(self._done, next(self._steps, len(self._nbytes)))
-        from_, to, nbytes = self._from[part], self._to[part], self._nbytes[part]
-        if self._kernels is not None:
-            self._kernels.copy_runs(to, from_, nbytes, streams=self._streams)
-        else:
-            _copy_slices(to, from_, nbytes)
-        self._done = part.stop
-        return self._done == len(self._nbytes)
-
-
-def _cut(copies: Copies) -> tuple[tuple[Numbers, Numbers], Numbers]:
-    """(offsets of source and destination), sizes: none longer than a step."""
-    if not len(copies) or int(copies.nbytes.max()) <= STEP_NBYTES:
-        return (copies.source, copies.destination), copies.nbytes
-    pieces = -(-copies.nbytes // STEP_NBYTES)
-    which = np.repeat(np.arange(len(copies)), pieces)
-    within = (np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * STEP_NBYTES
-    offsets = copies.source[which] + within, copies.destination[which] + within
-    return offsets, np.minimum(copies.nbytes[which] - within, STEP_NBYTES)
-
-
-def _copy_slices(to: Numbers, from_: Numbers, nbytes: Numbers) -> None:
-    bases = int(to.min()), int(from_.min())
-    target = bytes_at(bases[0], int((to + nbytes).max()) - bases[0])
-    source = bytes_at(bases[1], int((from_ + nbytes).max()) - bases[1])
-    columns = ((to - bases[0]).tolist(), (from_ - bases[1]).tolist(), nbytes.tolist())
-    for put, take, size in zip(*columns, strict=True):
-        target[put : put + size] = source[take : take + size]
+        left = STEP_NBYTES
+        for from_, to, nbytes in self._pieces:
+            self._destination[to : to + nbytes] = self._source[from_ : from_ + nbytes]
+            left -= nbytes
+            if left <= 0:
+                return False
+        return True
 
 
 class Part(NamedTuple):
@@ -98,25 +67,25 @@ class Part(NamedTuple):
 
 
 class HostCopy:
-    """One transfer: runs of memory, then sums; or units. Nothing moves but in :meth:`advance`."""
+    """One transfer: slices of memory, then sums; or units. Nothing moves but in :meth:`advance`."""
 
     def __init__(
         self,
         source: HostSide,
         destination: HostSide,
         sums: HostSide | None,
-        runs: RunSteps | None,
+        slices: Slices | None,
         jobs: Sequence[tuple[HostLeg, Ids]],
     ) -> None:
         """
         Args:
             sums: the source's table of sums; None where nothing is to be verified.
-            runs: of everything, where bytes are copied as they are and sums, if any, are compared afterwards.
+            slices: of everything, where they copy bytes as they are and sums, if any, are compared afterwards.
             jobs: for each leg the units of the source and of the destination, int32 ``[2, units]``.
         """
         self._source, self._destination, self._sums = source, destination, sums
-        self._runs = runs
-        self._as_is = runs is not None
+        self._slices = slices
+        self._as_is = slices is not None
         whole = [Part(leg, range(len(leg.leg.layers)), ids, None) for leg, ids in jobs]
         self._streams = streams(sum(part.nbytes for part in whole))
         self._parts = self._every_part(jobs)
@@ -125,10 +94,10 @@ class HostCopy:
 
     def advance(self) -> bool:
         """Go on for a millisecond or so; whether everything is done. The memory of both sides must be there."""
-        if self._runs is not None:
-            if not self._runs.advance():
+        if self._slices is not None:
+            if not self._slices.advance():
                 return False
-            self._runs = None
+            self._slices = None
             return self._sums is None
         left = 1.0
         while left > 0:

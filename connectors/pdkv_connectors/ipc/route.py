@@ -172,11 +172,9 @@ class HostRoute(Route):
         self._cache = cache
         self._driver = driver
         self._verify = between.verify
-        self._kernels = kernels
         alike = first_difference(self.source, self.destination) is None
         as_is = alike and all(leg.plan.takes_all_heads for group in self.legs for leg in group)
-        # Kernels that verify go by units, so that each word is hashed as it is copied.
-        self._by_runs = as_is and not (self._verify and kernels is not None)
+        self._by_slices = as_is and kernels is None
         counts = (self.source.num_blocks, self.destination.num_blocks)
         self._ready = [
             [HostLeg(leg, counts, inverses_of(leg, between.scales), kernels) for leg in group] for group in self.legs
@@ -192,23 +190,25 @@ class HostRoute(Route):
             return HostSide(of.address, lambda offset, nbytes: whole[offset : offset + nbytes])
 
         cache, own = self._cache, self._cache.raw_tensor()
+        jobs: list[tuple[HostLeg, Ids]] = [
+            (leg, np.stack((part.source, part.destination))) for part in columns for leg in self._ready[part.group]
+        ]
         return HostCopy(
             imported(CACHE),
             HostSide(cache.address, lambda offset, nbytes: own[offset : offset + nbytes]),
             imported(SUMS) if self._verify else None,
-            self._runs(columns) if self._by_runs else None,
-            self._jobs(columns),
+            self._slices(columns) if self._by_slices else None,
+            jobs,
         )
 
-    def _runs(self, columns: Sequence[BlockColumns]) -> RunSteps:
+    def _slices(self, columns: Sequence[BlockColumns]) -> Slices:
         from pdkv.transfer.runs import copies_for
-        from pdkv_connectors.ipc.host_mover import RunSteps
+        from pdkv_connectors.ipc.host_mover import Slices, bytes_at
 
+        memory, cache = self.link.memories[CACHE], self._cache
         copies = copies_for(self.source, self.destination, [pair for part in columns for pair in part])
-        return RunSteps(copies, self.link.memories[CACHE].address, self._cache.address, self._kernels)
-
-    def _jobs(self, columns: Sequence[BlockColumns]) -> list[tuple[HostLeg, Ids]]:
-        return [(leg, np.stack((part.source, part.destination))) for part in columns for leg in self._ready[part.group]]
+        source = bytes_at(memory.address, memory.nbytes)
+        return Slices(copies, source, bytes_at(cache.address, cache.bytes_reserved))
 
     def drain(self) -> None:
         """Steps hold the link's lock, and look first whether it is open."""
@@ -218,4 +218,4 @@ class HostRoute(Route):
 
 if TYPE_CHECKING:
     from pdkv_connectors.ipc.host_leg import HostLeg
-    from pdkv_connectors.ipc.host_mover import RunSteps
+    from pdkv_connectors.ipc.host_mover import Slices

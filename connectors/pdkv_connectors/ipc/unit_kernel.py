@@ -53,9 +53,9 @@ class UnitKernel:
         self._plan = plan
         self._kernels = kernels
         shape = unit_shape(plan)
-        self._shape = shape.numbers()
-        #: Streaming writes whole lines: rows that begin and end within lines are written through the caches.
-        self._may_stream = int(self._shape[-1]) >= LONG_ROW_NBYTES or all(
+        self._shape, self._copied_shape = shape.numbers(), shape.numbers(sums=False)
+        #: Streaming writes whole lines: short rows that begin or end within lines are written through the caches.
+        self._may_stream = int(self._copied_shape[-1]) >= LONG_ROW_NBYTES or all(
             nbytes % LINE_NBYTES == 0
             for nbytes in (shape.nbytes, shape.to_row, shape.to_granule, shape.to_head, plan.destination.block_stride)
         )
@@ -89,7 +89,7 @@ class UnitKernel:
             streams: write past the caches, where rows are whole lines.
         """
         from_, to = _of_layers(source, units.source), _of_layers(destination, units.destination)
-        self._kernels.copy_units(to, from_, self._shape, streams=streams and self._may_stream)
+        self._kernels.copy_units(to, from_, self._copied_shape, streams=streams and self._may_stream)
 
     def copy_and_check(
         self, source: Numbers, destination: Numbers, sums: Numbers, units: UnitOffsets, *, streams: bool

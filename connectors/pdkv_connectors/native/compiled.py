@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,24 @@ class UnitShape:
     to_row: int
     nbytes: int
 
-    def numbers(self) -> Numbers:
-        """As the kernels read it: rows that follow each other on both sides are one."""
-        rows, nbytes = self.rows, self.nbytes
-        if rows > 1 and self.from_row == self.to_row == nbytes:
-            rows, nbytes = 1, rows * nbytes
-        found = np.array(astuple(self), np.int64)
-        found[7], found[10] = rows, nbytes
-        return found
+    def numbers(self, *, sums: bool = True) -> Numbers:
+        """As the kernels read it: what follows each other on both sides is one row.
+
+        Args:
+            sums: whether the kernel sums, so that granules and heads must stay what they are.
+        """
+        loops = [
+            [self.heads, self.from_head, self.to_head],
+            [self.granules, self.from_granule, self.to_granule],
+            [self.rows, self.from_row, self.to_row],
+        ]
+        nbytes = self.nbytes
+        joinable = loops[2:] if sums else loops
+        while (loop := next((one for one in joinable if one[0] > 1 and one[1] == one[2] == nbytes), None)) is not None:
+            nbytes *= loop[0]
+            loop[0] = 1
+        heads, granules, rows = loops
+        return np.array([*heads, self.table_head, *granules, *rows, nbytes], np.int64)
 
 
 class Kernels:
