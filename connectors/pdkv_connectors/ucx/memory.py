@@ -9,6 +9,7 @@ import numpy as np
 
 from pdkv.errors import ProtocolError
 from pdkv.transfer.geometry import ByteRange
+from pdkv_connectors.native import find_kernels, streams
 from pdkv_connectors.ucx.wire import Array
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Memory:
         self._raw: Any = cache.raw_tensor()
         self._driver = cache.driver
         self._on_host = self._raw.device.type == "cpu"
+        self._kernels = find_kernels() if self._on_host else None
         if self._on_host:
             self._raw = self._raw.numpy().view(np.uint8)
         self._begins = np.array([extent.offset for extent in extents], np.int64)
@@ -83,6 +85,10 @@ class Memory:
         if not part.is_packed:
             return self._at(int(offsets[part.first]), part.nbytes)
         buffer = self._staging(part.nbytes)
+        if self._kernels is not None:
+            within, places, sizes = self._addresses(buffer, part, offsets, nbytes)
+            self._kernels.copy_runs(within, places, sizes, streams=streams(part.nbytes))
+            return buffer
         for at, offset, size in _pieces(part, offsets, nbytes):
             self._copy(buffer[at : at + size], self._at(offset, size))
         self.ready()
@@ -94,15 +100,26 @@ class Memory:
 
     def unpack(self, buffer: Any, part: Part, offsets: Array, nbytes: Array) -> None:
         """Put what has arrived where it belongs, if it is not there yet."""
-        if part.is_packed:
-            for at, offset, size in _pieces(part, offsets, nbytes):
-                self._copy(self._at(offset, size), buffer[at : at + size])
+        if not part.is_packed:
+            return
+        if self._kernels is not None:
+            within, places, sizes = self._addresses(buffer, part, offsets, nbytes)
+            self._kernels.copy_runs(places, within, sizes, streams=streams(part.nbytes))
+            return
+        for at, offset, size in _pieces(part, offsets, nbytes):
+            self._copy(self._at(offset, size), buffer[at : at + size])
 
     def _at(self, offset: int, nbytes: int) -> Any:
         return self._raw[offset : offset + nbytes]
 
     def _staging(self, nbytes: int) -> Any:
         return np.empty(nbytes, np.uint8) if self._on_host else self._raw.new_empty(nbytes)
+
+    def _addresses(self, buffer: Any, part: Part, offsets: Array, nbytes: Array) -> tuple[Array, Array, Array]:
+        """Of each copy in its message, in the cache, and its size. Offsets were checked (:meth:`require_committed`)."""
+        sizes = np.ascontiguousarray(nbytes[part.first : part.last])
+        within = np.cumsum(sizes) - sizes + buffer.ctypes.data
+        return within, offsets[part.first : part.last] + self._raw.ctypes.data, sizes
 
     def _copy(self, to: Any, source: Any) -> None:
         if self._on_host:
