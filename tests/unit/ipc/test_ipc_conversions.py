@@ -14,7 +14,8 @@ from pdkv.kvcache import GrowableKVCache, Interior, KVCacheConfig, KVCacheLayout
 from pdkv.memory import HostDriver
 from pdkv.transfer.messages import EngineRef
 from pdkv.transfer.shards import HeadSlice
-from pdkv_connectors.ipc import BlockColumns, IpcTransport
+from pdkv_connectors import native
+from pdkv_connectors.ipc import BlockColumns, IpcTransport, host_mover
 from pdkv_connectors.ipc.host_leg import HostLeg
 
 pytestmark = pytest.mark.cpu
@@ -78,11 +79,14 @@ class Bench:
         assert transfer.wait(20.0) == "done", transfer.reason
 
 
-@pytest.fixture(params=["PD", "P", "D", ""], ids=["compiled", "compiled at P", "compiled at D", "not compiled"])
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+@pytest.fixture(params=["compiled", "streamed", "compiled at P", "compiled at D", "not compiled"])
+def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     torch.manual_seed(1)
+    compiled = {"compiled at P": "P", "compiled at D": "D", "not compiled": ""}.get(request.param, "PD")
+    if request.param == "streamed":  # as only larger reads are
+        monkeypatch.setattr(native, "STREAM_NBYTES", 1)
     with ExitStack() as stack:
-        yield Bench(stack, request.param)
+        yield Bench(stack, compiled)
 
 
 def units(cache: GrowableKVCache, tokens: int) -> list[torch.Tensor]:
@@ -123,6 +127,23 @@ def test_blocks_that_fit_as_they_are_are_verified_as_they_move_or_where_they_arr
     assert set(calls) == {"move" if "D" in bench.compiled else "verify"}
     for wanted, found in zip(source.views().values(), destination.views().values(), strict=True):
         assert torch.equal(found[[5, 1]], wanted[[3, 4]])
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096])
+@pytest.mark.parametrize("tokens", [16, 32])
+def test_what_takes_many_steps_is_whole_at_the_end(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tokens: int, nbytes: int
+) -> None:
+    for name in ("STEP_NBYTES", "WORK_STEP_NBYTES"):
+        monkeypatch.setattr(host_mover, name, nbytes)
+    source, destination = bench.cache(), bench.cache(tokens=tokens)
+    before = [layer.clone() for layer in units(destination, 16)]
+    pairs = [(5, 20), (0, 3), (21, 2), (22, 1), (7, 23)]
+    bench.read(source, destination, pairs)
+    for wanted, found, old in zip(units(source, 16), units(destination, 16), before, strict=True):
+        for from_, to in pairs:
+            old[to] = wanted[from_]
+        assert torch.equal(found, old)
 
 
 @pytest.mark.parametrize(("heads", "layout"), [(8, "LBNHC"), (8, "LBHNC"), (4, "LBNHC")])
