@@ -257,6 +257,9 @@ class AutoTransport(Transport):
             raise TransportError("the auto transport was made to read only; make it with writes=True.")
         return self._kept(self._transport_of(peer).write(peer, pairs))
 
+    def fences_reads(self, peer: EngineRef) -> bool:
+        return self._transport_of(peer).fences_reads(peer)
+
     def progress(self) -> None:
         for transport in self._registered.values():
             transport.progress()

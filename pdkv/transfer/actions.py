@@ -38,6 +38,13 @@ class PostRead:
 
 
 @dataclass(frozen=True, slots=True)
+class AbandonRead:
+    """On D: nobody wants this READ any more. Where it can be ended now, do, and call ``Consumer.read_ended``."""
+
+    key: TransferKey
+
+
+@dataclass(frozen=True, slots=True)
 class PostWrite:
     """On P: write blocks to D. Then call ``Producer.write_ended`` once, also when it cannot be posted."""
 
@@ -89,4 +96,4 @@ class RebuildAgent:
     reason: str
 
 
-Action = Send | AddPeer | PostRead | PostWrite | Loaded | Failed | Recompute | FreeBlocks | RebuildAgent
+Action = Send | AddPeer | PostRead | AbandonRead | PostWrite | Loaded | Failed | Recompute | FreeBlocks | RebuildAgent

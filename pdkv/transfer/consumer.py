@@ -12,6 +12,11 @@ The lease is renewed from WAITING on. In pull a READ is posted only once P has s
 brought counts only if P is known to have kept the blocks until it had ended; else P is asked first (CONFIRMING). In
 push REGISTER is sent and P's DONE awaited. LOADED lasts as long as `hold_s` says, in case the request is preempted.
 
+An *early read* does not wait for P's first word: P holds what a reference names from before the reference was made, so
+its word that the lease lives, whenever it comes, is about all the time until then. Until it has come nothing of what
+was read counts, nor that it could not be read; where P says no, it is thrown away. Only a transport that fences READs
+(:meth:`pdkv.transfer.transport.Transport.fences_reads`) is asked for one: with others P must have its say before (I10).
+
 When a request is over while its transfer may still write, the blocks wait in quarantine (I11).
 """
 
@@ -202,12 +207,17 @@ class Consumer(ConsumerLoading):
         request = self._by_key.get(key)
         if request is None:
             self._settle(key)
-        elif ok:
+        elif ok or (request.is_early and not self._is_answered(request)):
             request.phase, request.read_ended_at = Phase.CONFIRMING, self._clock.monotonic()
-            self._advance(request)
+            request.read_failure = None if ok else (code, reason or "the READ failed")
+            self._confirm(request)
         else:
             self._fail(request, code, reason or "the READ failed")
         self._work_off()
+
+    def fences_reads(self, peer: EngineRef) -> None:
+        """The transport has reached this peer and fences READs from it: they may be posted early from now on."""
+        self._peers.note_fence(peer)
 
     def peer_lost(self, engine_id: str, code: FailCode, reason: str, *, generation: int | None = None) -> None:
         """Nothing can be had from this engine: all requests that wait for it fail now, each by the policy.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from pdkv.transfer.actions import Failed, Recompute
+from pdkv.transfer.actions import AbandonRead, Failed, Recompute
 from pdkv.transfer.blocks import block_ids
 from pdkv.transfer.clock import Clock, earliest
 from pdkv.transfer.consumer_state import ConsumerSettings, Phase, Request
@@ -145,6 +145,7 @@ class ConsumerBooks(Endpoint):
 
     def _end(self, request: Request, message: Keyed | None, *, quiet: bool = False) -> None:
         """The one place where a request leaves the books. Its last message is repeated until P has it."""
+        self._drop_early_read(request)
         del self._requests[request.request_id], self._by_key[request.key]
         self._renewer.stop(request.key)
         self._outbox.acknowledged(request.key, "REGISTER")
@@ -152,6 +153,11 @@ class ConsumerBooks(Endpoint):
         if message is not None:
             self._send(message)
         self._settle(request.key)
+
+    def _drop_early_read(self, request: Request) -> None:
+        if request.is_early and request.phase is not Phase.LOADED:
+            self.counters.count("early_reads_dropped")
+        request.is_early = False
 
     def _leave_blocks(self, request: Request, quiet: bool) -> None:
         """Blocks that nothing can write to go back; the others wait until that is so (I11)."""
@@ -163,6 +169,8 @@ class ConsumerBooks(Endpoint):
         )
         if written:
             self.quarantine.hold(request.request_id, ids, [request.key])
+            if request.key in self._reads:
+                self._actions.append(AbandonRead(request.key))
         else:
             self._free(request.request_id, ids)
 
@@ -173,6 +181,7 @@ class ConsumerBooks(Endpoint):
             phase: WAITING, without the blocks; or STARTING, with the same, which nothing may write to any more.
         """
         old = request.key
+        self._drop_early_read(request)
         if request.phase is Phase.RUNNING and self._settings.mode == "push":
             self._send(self._to_prefill(Cancel, request))
         if phase is Phase.WAITING:

@@ -29,12 +29,27 @@ class ConsumerLoading(ConsumerBooks):
                 self._send(self._to_prefill(Register, request, **fields))
             elif self._kept_until(request, self._clock.monotonic()):
                 self._read(request, peer)
+            elif peer.fences_reads and not self._is_answered(request):
+                request.is_early = True
+                self.counters.count("early_reads")
+                self._read(request, peer)
         elif request.phase is Phase.CONFIRMING:
-            if self._kept_until(request, request.read_ended_at):
+            self._confirm(request)
+
+    def _confirm(self, request: Request) -> None:
+        """The READ has ended. Where P is known to have kept the blocks until then, so has the load."""
+        if self._kept_until(request, request.read_ended_at):
+            if request.read_failure is None:
                 self._arrived_whole(request)
             else:
-                self.counters.count("confirmations")
-                self._renewer.ask_now(request.key)
+                self._fail(request, *request.read_failure)
+        elif self._is_answered(request):  # else the answer to the first question, asked on arrival, is on its way
+            self.counters.count("confirmations")
+            self._renewer.ask_now(request.key)
+
+    def _is_answered(self, request: Request) -> bool:
+        """Whether P has ever said that the request's lease lives."""
+        return self._renewer.guaranteed_until(request.key) is not None
 
     def _kept_until(self, request: Request, at: float) -> bool:
         """Whether P is known to keep the blocks until `at`, on this clock."""

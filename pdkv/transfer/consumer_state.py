@@ -8,7 +8,7 @@ from typing import Literal
 
 from pdkv.transfer.blocks import BlockRun
 from pdkv.transfer.endpoint import EndpointSettings
-from pdkv.transfer.messages import Claim, TransferKey
+from pdkv.transfer.messages import Claim, FailCode, TransferKey
 from pdkv.transfer.reference import Reference
 
 
@@ -61,7 +61,9 @@ class Request:
         deadline: when the present phase has lasted too long.
         heard_at: when the last question was asked that P has answered.
         live_sequence: of the newest renewal that P answered with "live"; -1 before.
+        is_early: the READ was posted before P had said that the lease lives.
         read_ended_at: when the READ was seen to have ended.
+        read_failure: of an early READ that failed, for when P has said whether it held the blocks.
     """
 
     request_id: str
@@ -74,4 +76,6 @@ class Request:
     runs: tuple[BlockRun, ...] = ()
     attempts: int = 1
     live_sequence: int = -1
+    is_early: bool = False
     read_ended_at: float = 0.0
+    read_failure: tuple[FailCode, str] | None = None

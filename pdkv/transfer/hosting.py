@@ -52,6 +52,8 @@ class TransportHost(Protocol):
 
     def write(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer: ...
 
+    def fences_reads(self, peer: EngineRef) -> bool: ...
+
     def offer(self, block_ids: Sequence[int]) -> None: ...
 
     def withdraw(self, block_ids: Sequence[int]) -> None: ...
@@ -146,6 +148,9 @@ class LocalHost:
 
     def write(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
         return self._require().write(peer, pairs)
+
+    def fences_reads(self, peer: EngineRef) -> bool:
+        return self._transport is not None and self._transport.fences_reads(peer)
 
     def offer(self, block_ids: Sequence[int]) -> None:
         self._require().offer(block_ids)

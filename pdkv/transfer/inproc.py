@@ -70,6 +70,10 @@ class InprocTransport(TransportBase[str]):
     def _do_disconnect(self, connection: Connection[str]) -> None:
         return
 
+    def fences_reads(self, peer: EngineRef) -> bool:
+        """Each poll looks first whether the peer is still registered, and nothing moves between polls."""
+        return True
+
     def _do_post(self, connection: Connection[str], pairs: Sequence[BlockPair], *, reads: bool) -> PostedTransfer:
         from pdkv.transfer.runs import copies_for
 
@@ -90,6 +94,9 @@ class _InprocTransfer(PostedTransfer):
     @property
     def moves_in_poll(self) -> bool:
         return True
+
+    def abandon(self) -> bool:
+        return self.end_abandoned()
 
     def _look(self) -> TransferState:
         try:

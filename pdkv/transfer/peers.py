@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -16,10 +16,15 @@ MAX_PEERS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An engine whose descriptor has been taken."""
+    """An engine whose descriptor has been taken.
+
+    Attributes:
+        fences_reads: whether the transport to it does (:meth:`pdkv.transfer.transport.Transport.fences_reads`).
+    """
 
     ref: EngineRef
     descriptor: Descriptor
+    fences_reads: bool = False
 
 
 class Peers:
@@ -52,6 +57,11 @@ class Peers:
         while len(self._peers) > self._max_peers:
             self._peers.popitem(last=False)
         return AddPeer(ref, descriptor, None if known is None else known.ref)
+
+    def note_fence(self, ref: EngineRef) -> None:
+        """The transport to the peer, in just this generation, fences READs."""
+        if (peer := self.get(ref)) is not None:
+            self._peers[ref.engine_id] = replace(peer, fences_reads=True)
 
     def forget(self, engine_id: str) -> None:
         """Handshake again before the next transfer with it."""

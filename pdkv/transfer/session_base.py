@@ -138,6 +138,8 @@ class SessionBase:
                 self._connect(endpoint, action)
             case do.PostRead() | do.PostWrite():
                 self._post(action)
+            case do.AbandonRead():
+                self._abandon(action.key)
             case do.RebuildAgent():
                 self._rebuild(action.reason)
             case do.FreeBlocks():
@@ -168,6 +170,9 @@ class SessionBase:
             logger.error("Engine %s cannot be reached by the transport: %s", action.peer.engine_id, error)
             if self._is_pull and self._consumer is not None:
                 self._consumer.peer_lost(action.peer.engine_id, _code_of(error), str(error))
+            return
+        if self._consumer is not None and self.host.fences_reads(action.peer):
+            self._consumer.fences_reads(action.peer)
 
     def _post(self, action: do.PostRead | do.PostWrite) -> None:
         if self._rebuilding:
@@ -183,6 +188,12 @@ class SessionBase:
             return
         self._running[action.key] = transfer
         self._poll_transfers()
+
+    def _abandon(self, key: TransferKey) -> None:
+        transfer = self._running.get(key)
+        if transfer is not None and transfer.abandon():
+            del self._running[key]
+            self._ended(key, False, FailCode.TRANSFER_FAILED, "it was abandoned")
 
     def _poll_transfers(self) -> bool:
         """Whether one ended, or moved because it was polled."""

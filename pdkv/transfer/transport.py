@@ -183,6 +183,15 @@ class Transport(ABC):
     def write(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
         """Post a WRITE of our `source` blocks into the peer's `destination` blocks. Raises as :meth:`read` does."""
 
+    def fences_reads(self, peer: EngineRef) -> bool:
+        """Whether a READ from this peer may be posted before the peer has said that it still holds the blocks.
+
+        Two things are needed. The owner's side itself keeps a READ from what it has taken back, before a byte of it
+        moves (I10), so that nobody need have asked it. And nothing but this side keeps a READ from ending, so that one
+        from an owner that is gone or hangs leaves no blocks in quarantine. False where it is not known.
+        """
+        return False
+
     def offer(self, block_ids: Sequence[int]) -> None:
         """These blocks are complete, and peers are going to read them: prepare what makes that fast.
 

@@ -217,6 +217,10 @@ class WorkersHost:
     def write(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
         return self._post(peer, pairs, reads=False)
 
+    def fences_reads(self, peer: EngineRef) -> bool:
+        """No: the workers connect at a later step, each with transports that this process does not know."""
+        return False
+
     def offer(self, block_ids: Sequence[int]) -> None:
         with self._lock:
             self._order(Offer(tuple(block_ids)))

@@ -11,7 +11,7 @@ from pdkv.testing.faults.memory import SimMemory, next_token, true_kv
 from pdkv.testing.faults.node import SimNode
 from pdkv.testing.faults.plan import Plan, RequestPlan
 from pdkv.testing.faults.wheel import Wheel, WheelClock
-from pdkv.transfer.actions import Action, Failed, FreeBlocks, Loaded, PostRead, Recompute
+from pdkv.transfer.actions import AbandonRead, Action, AddPeer, Failed, FreeBlocks, Loaded, PostRead, Recompute
 from pdkv.transfer.admission import Admission
 from pdkv.transfer.blocks import BlockRun
 from pdkv.transfer.consumer import Consumer
@@ -60,6 +60,7 @@ class SimDecode(SimNode):
         settings = ConsumerSettings(mode=plan.mode, on_failure=plan.on_failure, hold_s=plan.hold_s)
         self.endpoint = kind(clock, self.me, self.descriptor(), settings, counters)
         self.admission = Admission(clock, counters, plan.capacity)
+        self._is_fenced = plan.fenced and plan.mode == "pull"
         self.wrong_tokens = 0
         self.ended: Counter[str] = Counter()
         self._live: dict[str, _Live] = {}
@@ -169,6 +170,8 @@ class SimDecode(SimNode):
 
     def act(self, action: Action) -> None:
         match action:
+            case AbandonRead() if self._is_fenced and action.key in self.posted:
+                self.posted[action.key].abandon()
             case PostRead():
                 self._post(action, self.owner_of(action.pairs[0].destination), self._read_ended)
             case Loaded():
@@ -193,6 +196,10 @@ class SimDecode(SimNode):
 
     def rebuilt(self, generation: int, descriptor: Descriptor) -> None:
         self.endpoint.agent_rebuilt(generation, descriptor)
+
+    def peer_added(self, action: AddPeer) -> None:
+        if self._is_fenced:
+            self.endpoint.fences_reads(action.peer)
 
     def _read_ended(self, key: TransferKey, ok: bool, code: FailCode) -> None:
         self.endpoint.read_ended(key, ok, code=code)

@@ -2,7 +2,7 @@
 
 A transfer is moved in pieces, each block at its own moment, out of whatever the source holds then into the destination,
 whoever owns it by then. It stops when an agent of either side is destroyed or rebuilt, and by nothing else: not because
-someone gave it up. It may be refused, fail half-way, or never report its end.
+someone gave it up, unless the transport fences READs. It may be refused, fail half-way, or never report its end.
 """
 
 from __future__ import annotations
@@ -125,6 +125,7 @@ class Transfer:
         self._remote = destination if initiator is source else source
         self._local_agent, self._remote_agent = initiator.memory.agent, remote_agent
         self._owner, self._ended = owner, ended
+        self._is_over = False
 
     def can_start(self) -> bool:
         """Whether both agents are the ones that it was made for."""
@@ -149,6 +150,12 @@ class Transfer:
         if reports:
             wheel.after(begin_s + len(moved) * self._fabric.block_s, lambda: self._end(ok))
 
+    def abandon(self) -> None:
+        """Move nothing more, and say that it has ended; nothing where it has said so already."""
+        if not self._is_over:
+            self._is_over = True
+            self._ended(False)
+
     def _same_agents(self) -> bool:
         initiator, remote = self._initiator, self._remote
         return (
@@ -159,7 +166,7 @@ class Transfer:
         )
 
     def _move(self, pair: BlockPair) -> None:
-        if not self._same_agents():
+        if self._is_over or not self._same_agents():
             return
         memory = self._destination.memory
         if memory.owner(pair.destination) != self._owner:
@@ -168,7 +175,8 @@ class Transfer:
 
     def _end(self, ok: bool) -> None:
         """A peer that died leaves the transfer in progress for ever; an agent that was rebuilt fails it."""
-        if not self._initiator.alive or not self._remote.alive:
+        if self._is_over or not self._initiator.alive or not self._remote.alive:
             return
+        self._is_over = True
         if self._initiator.memory.agent == self._local_agent:
             self._ended(ok and self._same_agents())

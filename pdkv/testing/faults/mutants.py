@@ -103,6 +103,16 @@ class LeaseAssumedAlive(Consumer):
         return True
 
 
+class EarlyReadsBelieved(Consumer):
+    """What an early READ brought is believed without prefill's word, which may be that it had let go of the blocks."""
+
+    def _confirm(self, request: Request) -> None:
+        if request.read_failure is None and not self._is_answered(request):
+            self._arrived_whole(request)
+        else:
+            super()._confirm(request)
+
+
 class DoneWhenPosted(Producer):
     """Prefill says DONE when it has posted the WRITE, so that the notification overtakes the data."""
 
@@ -208,6 +218,7 @@ _BROKEN_DECODE: tuple[type[Consumer], ...] = (
     NoQuarantineOnDecode,
     CompletionOfAnyAttempt,
     LeaseAssumedAlive,
+    EarlyReadsBelieved,
     WatchdogOnlyLogs,
     AbortForgetsHeldLeases,
     RebuildAssumedDone,

@@ -39,6 +39,7 @@ class SimNode:
         self.memory.agent = fabric.new_agent()
         self.me = EngineRef(engine_id, 1)
         self._wheel, self._fabric, self.clock = wheel, fabric, clock
+        self.posted: dict[TransferKey, Transfer] = {}
         self._peer_agents: dict[str, int] = {}
         self._stopped_until = 0.0
         self._waiting: list[Callable[[], None]] = []
@@ -113,6 +114,7 @@ class SimNode:
                 self._fabric.send(address_of(action.engine_id), encode(action.message))
             case AddPeer():
                 self._peer_agents[action.peer.engine_id] = int(action.descriptor.metadata)
+                self.peer_added(action)
             case RebuildAgent():
                 self._fabric.injected["agent_rebuilt"] += 1
                 self.after(REBUILD_S, self.rebuild)
@@ -126,6 +128,9 @@ class SimNode:
 
     def freed(self, action: FreeBlocks) -> None:
         raise NotImplementedError
+
+    def peer_added(self, action: AddPeer) -> None:
+        """A peer's agent is known from now on."""
 
     def act(self, action: Action) -> None:
         raise NotImplementedError
@@ -159,3 +164,4 @@ class SimNode:
         )
         if not self._fabric.post(transfer):
             self.when_running(partial(ended, action.key, False, FailCode.POST_FAILED))
+        self.posted[action.key] = transfer

@@ -94,7 +94,8 @@ class Plan:
 
     `prefill_blocks` and `decode_blocks` count the null block too; `clock_offset_s` is between the two.
 
-    `block_s` is the time that a transfer takes for each block. `observer_raises`: whoever is told of counts raises.
+    `block_s` is the time that a transfer takes for each block. `fenced`: the transport fences READs, so that decode
+    reads early, and ends what it does not want any more. `observer_raises`: whoever is told of counts raises.
     """
 
     requests: tuple[RequestPlan, ...]
@@ -108,6 +109,7 @@ class Plan:
     clock_offset_s: float = 0.0
     block_s: float = 0.002
     observer_raises: bool = False
+    fenced: bool = False
 
 
 def random_plan(seed: int) -> Plan:
@@ -127,6 +129,7 @@ def random_plan(seed: int) -> Plan:
         clock_offset_s=random.choice((0.0, 1e6, -1e3)),
         block_s=random.choice((0.002, 0.002, 0.3, 5.0)),
         observer_raises=random.random() < 0.1,
+        fenced=mode == "pull" and random.random() < 0.6,
     )
 
 

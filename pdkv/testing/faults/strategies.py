@@ -74,4 +74,5 @@ def plans(max_requests: int = 6, max_faults: int = 5) -> SearchStrategy[Plan]:
         capacity=st.sampled_from((64, 4, 2)),
         clock_offset_s=st.sampled_from((0.0, 1e6, -1e3)),
         block_s=st.sampled_from((0.002, 0.3, 5.0)),
+        fenced=st.booleans(),
     )

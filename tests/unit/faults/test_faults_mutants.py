@@ -24,6 +24,11 @@ EXPOSING = {
     "IdleEngineDoesNotReap": Plan(requests=(RequestPlan(prefill_s=8.0),), faults=(Fault(FaultKind.KILL_DECODE, 77),)),
     "CompletionTwice": Plan(requests=(ONE,), faults=(Fault(FaultKind.DUPLICATE, 4, 0.1),)),
     "LeaseAssumedAlive": Plan(requests=(RequestPlan(queue_s=44.7),), faults=(Fault(FaultKind.PARTITION, 53, 49.3),)),
+    "EarlyReadsBelieved": Plan(
+        requests=(ONE, RequestPlan(start_s=5.0, altered=True)),
+        fenced=True,
+        faults=(Fault(FaultKind.PARTITION, 50, 1.0),),
+    ),
     "DoneWhenPosted": Plan(requests=(ONE, ONE), mode="push", faults=(Fault(FaultKind.SLOW, 1, 29.8),)),
     "RegistrationsReplayed": Plan(
         requests=(
@@ -78,7 +83,15 @@ def test_I11_without_quarantine_other_requests_are_written_over() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["PairingFromTheEnd", "DoneWhenPosted", "LeaseAssumedAlive", "CompletionOfAnyAttempt", *SEALS]
+    "name",
+    [
+        "PairingFromTheEnd",
+        "DoneWhenPosted",
+        "LeaseAssumedAlive",
+        "EarlyReadsBelieved",
+        "CompletionOfAnyAttempt",
+        *SEALS,
+    ],
 )
 def test_a_wrong_byte_is_a_wrong_token(name: str) -> None:
     assert run(EXPOSING[name], MUTANTS[name]).wrong_tokens > 0

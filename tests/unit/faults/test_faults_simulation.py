@@ -34,6 +34,12 @@ def test_no_schedule_that_hypothesis_finds_goes_wrong(plan: Plan) -> None:
     assert outcome.is_good, outcome
 
 
+def test_random_schedules_read_early_and_throw_some_of_it_away() -> None:
+    counts = [run(random_plan(seed)).counts for seed in range(300)]
+    assert sum(of.get("early_reads", 0) for of in counts) > 20
+    assert sum(of.get("early_reads_dropped", 0) for of in counts) > 5
+
+
 def test_a_process_that_goes_on_does_what_came_meanwhile_in_the_order_in_which_it_came() -> None:
     # The second chunk is due just when prefill goes on; the first one has waited since it was stopped.
     request = RequestPlan(num_tokens=17, chunks=2, prefill_s=8.0)
