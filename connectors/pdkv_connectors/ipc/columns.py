@@ -65,6 +65,9 @@ def columns_of(pairs: Sequence[BlockPair]) -> list[BlockColumns]:
     """
     if isinstance(pairs, BlockColumns):
         return [pairs]
+    if 0 < len(pairs) <= FEW and min(map(min, pairs)) >= 0 and len({pair[0] for pair in pairs}) == 1:
+        group, source, destination = zip(*pairs, strict=True)
+        return [BlockColumns(source, destination, group[0])]
     table = np.fromiter(chain.from_iterable(pairs), np.int64, 3 * len(pairs)).reshape(-1, 3)
     if len(table) and (table.max() > np.iinfo(np.int32).max or table.min() < 0):
         raise OverflowError("a block id is no 32-bit number")

@@ -27,7 +27,7 @@ from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.checks import require_pairs
 from pdkv.transfer.fit import first_difference, model_difference, paired_runs, require_same_bytes
 from pdkv.transfer.geometry import CacheGeometry, ExtentRun
-from pdkv.transfer.runs import Copies, copies_for
+from pdkv.transfer.runs import Copies, _in_order, _split, _unsplit, copies_for
 
 pytestmark = pytest.mark.cpu
 
@@ -179,6 +179,40 @@ def test_in_a_block_outermost_layout_neighbours_are_one_copy_over_all_layers() -
     with uniform(KVCacheLayout.BLHNC) as source, uniform(KVCacheLayout.BLHNC) as destination:
         pairs = [BlockPair(0, b, b + 1) for b in range(10)]
         assert len(copies_for(CacheGeometry.of(source), CacheGeometry.of(destination), pairs)) == 1
+
+
+def with_a_larger_last_layer(geometry: CacheGeometry) -> CacheGeometry:
+    """Half as many blocks, of which the last layer's are twice as large."""
+    (run,) = geometry.layers
+    last = run.part(run.count - 1, 1)
+    larger = msgspec.structs.replace(last, num_heads=2 * run.num_heads, block_stride=2 * run.block_stride)
+    return msgspec.structs.replace(
+        geometry, num_blocks=geometry.num_blocks // 2, layers=(run.part(0, run.count - 1), larger)
+    )
+
+
+@pytest.mark.parametrize("sizes", [1, 2])
+@pytest.mark.parametrize("commits", [(64,), (3, 11, 20, 31, 40, 64)], ids=["one extent", "extents that cut blocks"])
+def test_a_few_lone_blocks_are_copied_as_when_all_is_planned_anew(sizes: int, commits: tuple[int, ...]) -> None:
+    with (
+        uniform(KVCacheLayout.LBNHC, *commits, head_size=40) as left,
+        uniform(KVCacheLayout.LBNHC, *commits[-2:], head_size=40) as right,
+    ):
+        source, destination = CacheGeometry.of(left), CacheGeometry.of(right)
+        assert (len(commits) == 1) == (len(source.extents()) == len(NAMES))
+        if sizes == 2:
+            source, destination = map(with_a_larger_last_layer, (source, destination))
+        for blocks in (
+            [(31, 0)],
+            [(5, 30), (17, 2)],
+            [(4, 12), (4, 9), (30, 31), (2, 5)],
+            [(b, 31 - b) for b in range(32)],
+        ):
+            pairs = [BlockPair(0, *block) for block in blocks]
+            merged = _unsplit(source, destination, pairs)
+            cut = _split(merged, merged.destination, destination)
+            anew = _in_order(_split(cut, cut.source, source))
+            assert list(copies_for(source, destination, pairs)) == list(anew)
 
 
 def test_eighty_uniform_layers_take_fewer_bytes_than_their_addresses() -> None:
