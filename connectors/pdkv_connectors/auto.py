@@ -264,6 +264,10 @@ class AutoTransport(Transport):
         for transport in self._registered.values():
             transport.progress()
 
+    @property
+    def needs_progress(self) -> bool:
+        return any(transport.needs_progress for transport in self._registered.values())
+
     def offer(self, block_ids: Sequence[int]) -> None:
         for transport in self._registered.values():
             transport.offer(block_ids)

@@ -165,7 +165,7 @@ class LocalHost:
 
     @property
     def needs_progress(self) -> bool:
-        return self._transport is not None and type(self._transport).progress is not Transport.progress
+        return self._transport is not None and self._transport.needs_progress
 
     def describe_state(self) -> dict[str, Any]:
         return {"registered": False} if self._transport is None else self._transport.describe_state()

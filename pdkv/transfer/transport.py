@@ -210,6 +210,11 @@ class Transport(ABC):
         """
         return
 
+    @property
+    def needs_progress(self) -> bool:
+        """Whether somebody waits for :meth:`progress` now, or may without this side's knowing of it."""
+        return type(self).progress is not Transport.progress
+
     @abstractmethod
     def describe_state(self) -> dict[str, Any]:
         """For operators: what is registered, who is connected, what is really used below, what ran and failed.

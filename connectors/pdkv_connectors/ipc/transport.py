@@ -141,6 +141,11 @@ class IpcTransport(TransportBase[Route]):
         if self._offers is not None:
             self._offers.progress()
 
+    @property
+    def needs_progress(self) -> bool:
+        """While there are offers to be announced; peers need nothing else of this side."""
+        return self.num_offers_pending > 0
+
     # The contract.
 
     def describe_state(self) -> dict[str, Any]:

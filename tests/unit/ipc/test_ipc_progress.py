@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 from ipc_peers import registered
 
@@ -107,3 +108,16 @@ def test_I12_a_transfer_whose_owner_does_not_answer_ends_and_leaves_nothing_behi
     again = post(d, [[0, 3, 4]])
     assert again.wait(30) is TransferState.DONE  # its answer came after that of the one that was given up
     assert again._route.link._tickets == {}
+
+
+def test_an_owner_need_not_be_called_but_while_offers_wait_to_be_announced(
+    pair: tuple[TransportSide, TransportSide],
+) -> None:
+    transport = pair[0].transport
+    assert isinstance(transport, IpcTransport)
+    assert not transport.needs_progress
+    assert transport._offers is not None
+    transport._offers._pending.append(([], np.asarray([3], np.int32)))  # as on CUDA, until the sums are there
+    assert transport.needs_progress
+    transport.progress()
+    assert not transport.needs_progress
