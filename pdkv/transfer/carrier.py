@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from pdkv.transfer.messages import AnyMessage, Message
@@ -32,6 +33,16 @@ class MessageCarrier(Protocol):
 
     def fileno(self) -> int:
         """Readable while there is something to receive: for ``select``, ``poll`` and event loops."""
+
+    def call_on_arrival(self, handler: Callable[[], bool]) -> None:
+        """Have messages taken by the thread that brings them: it calls `handler`, which receives and may send.
+
+        That saves waking another one. `handler` must not wait or raise; it says whether it has taken what there was,
+        and where it has not, :meth:`fileno` is readable as without it. A carrier without a thread never calls it.
+
+        Raises:
+            StateError: closed.
+        """
 
     def close(self, *, timeout_s: float = 2.0) -> None:
         """Let go of everything. Idempotent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 
 from pdkv.errors import StateError
 from pdkv.transfer.messages import AnyMessage, Message, decode, encode
@@ -69,6 +70,10 @@ class InprocCarrier:
 
     def fileno(self) -> int:
         return self._signal.fileno()
+
+    def call_on_arrival(self, handler: Callable[[], bool]) -> None:
+        """Never: there is no thread here, and who sends is in the middle of work of its own."""
+        self._require_open()
 
     def close(self, *, timeout_s: float = 2.0) -> None:
         with self._lock:

@@ -144,7 +144,9 @@ class Session(SleepingSession):
     # Both.
 
     def poll(self) -> tuple[Event, ...]:
-        """Make what progress can be made without waiting; what has happened since the last call, in order.
+        """What has happened since the last call, in order, after what progress can be made without waiting.
+
+        Where a thread makes progress too, what it has found already is returned at once.
 
         Raises:
             ConnectorError: the thread has ended by an error.
@@ -152,7 +154,7 @@ class Session(SleepingSession):
         with self._lock:
             if self._thread is not None:
                 self._thread.require_running()
-            if not self._closed:
+            if not self._closed and (self._thread is None or not self._events):
                 self._work()
             events, self._events = tuple(self._events), []
             return events
@@ -161,13 +163,15 @@ class Session(SleepingSession):
         """Keep going by a thread from now on, also while nobody polls.
 
         Args:
-            on_event: called by the thread, outside of the lock, when there is something to poll. It must not raise.
+            on_event: called by a thread of pdkv, outside of the lock, when there is something to poll. It must not
+                wait or raise.
         """
         with self._lock:
             if self._closed or self._thread is not None:
                 raise StateError("the session is closed, or has its thread already; start() is called once.")
             self._on_event = on_event
-            self._thread = SessionThread(self._turn, self.carrier.fileno())
+            thread = self._thread = SessionThread(self._turn, self.carrier.fileno())
+            self.carrier.call_on_arrival(lambda: thread.instead(self._turn_unless_busy))
 
     def sleep(self, mode: lifecycle.SleepMode = "refuse", *, timeout_s: float = 30.0) -> lifecycle.SleepReport:
         """:func:`pdkv.lifecycle.sleep` of the cache in this process; raises as that does."""
@@ -215,22 +219,42 @@ class Session(SleepingSession):
 
     def _turn(self) -> Turn:
         with self._lock:
-            worked = self._work()
-            due_at = self._next_deadline()
-            held = self._producer is not None and bool(self._producer.holders())
-            due_in_s = None if due_at is None else due_at - self._clock.monotonic()
-            turn = Turn(worked, bool(self._running) or self._rebuilding, held and self.host.needs_progress, due_in_s)
-            tell = self._on_event if self._events else None
-        if tell is not None:
-            tell()
+            turn = self._found(worked=self._work())
+        self._tell()
         return turn
+
+    def _turn_unless_busy(self) -> Turn | None:
+        """For a thread that is not to wait until another one has done its work."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            if self._closed:
+                return None
+            turn = self._found(worked=self._work())
+        finally:
+            self._lock.release()
+        self._tell()
+        return turn
+
+    def _tell(self) -> None:
+        if self._events and self._on_event is not None:
+            self._on_event()
+
+    def _found(self, *, worked: bool) -> Turn:
+        due_at = self._next_deadline()
+        held = self._producer is not None and bool(self._producer.holders())
+        return Turn(
+            worked=worked,
+            polls=bool(self._running) or self._rebuilding,
+            serves=held and self.host.needs_progress,
+            due_in_s=None if due_at is None else due_at - self._clock.monotonic(),
+        )
 
     def _after_call(self) -> None:
         """Do what the call has brought about, in the calling thread; the other one may have to wake up earlier."""
         self._act()
         if self._thread is not None:
-            due_at = self._next_deadline()
-            self._thread.wake(0.0 if self._running else None if due_at is None else due_at - self._clock.monotonic())
+            self._thread.wake(self._found(worked=True))
 
     def _offer_to_peers(self, blocks: Sequence[int]) -> None:
         if not self._is_pull or not blocks:

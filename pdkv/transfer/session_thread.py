@@ -18,8 +18,11 @@ logger = logging.getLogger(__name__)
 
 #: While peers rely on this side's progress, and nothing else is to be done.
 PROGRESS_PAUSE_S = 5e-3
-#: Even where nothing is due.
-LONGEST_WAIT_S = 60.0
+#: Even where nothing is due. No longer than what a call makes due (:class:`pdkv.transfer.leases.LeaseSettings`), so
+#: that the thread need not be woken, and compete with what the call has set off, only to hear of it.
+LONGEST_WAIT_S = 1.0
+#: By so much the pause grows between two looks at transfers, so that an end is seen soon; and while nothing runs here.
+POLL_GROWTH, IDLE_GROWTH = 1.25, 2.0
 #: select() takes only descriptors below this, and is preferred, since poll() waits for whole milliseconds.
 FD_SETSIZE = 1024
 
@@ -54,16 +57,34 @@ class SessionThread:
         self._stop = threading.Event()
         self._error: Exception | None = None
         self._wakes_at = math.inf  # not waiting: a turn that has begun may have looked too early
+        self._is_news = False
         self.turns = 0
         self._thread = threading.Thread(target=self._run, name="pdkv-session", daemon=True)
         self._thread.start()
 
-    def wake(self, due_in_s: float | None = 0.0) -> None:
-        """Make a turn at the latest in so many seconds; nothing where the thread has been closed."""
-        if due_in_s is None or threading.current_thread() is self._thread:
+    def wake(self, turn: Turn) -> None:
+        """Go on from what another thread has found; nothing where the thread has been closed."""
+        if threading.current_thread() is self._thread:
             return
-        if time.monotonic() + due_in_s < self._wakes_at:
+        if time.monotonic() + _wait_s(turn, SHORTEST_PAUSE_S) < self._wakes_at:
+            self._is_news = True
             self._signal.set()
+
+    def instead(self, turn: Callable[[], Turn | None]) -> bool:
+        """Make this turn in the calling thread, in the place of one that the own thread would be woken for.
+
+        Whether that was done: `turn` returns None where it cannot be done now. An error ends the own thread too.
+        """
+        if self._stop.is_set():
+            return False
+        try:
+            made = turn()
+        except Exception as error:
+            self._fail(error)
+            return False
+        if made is not None:
+            self.wake(made)
+        return made is not None
 
     def require_running(self) -> None:
         """Raise ConnectorError, with what ended the thread, where something did."""
@@ -90,13 +111,20 @@ class SessionThread:
         pause_s = SHORTEST_PAUSE_S
         try:
             while not self._stop.is_set():
+                is_news, self._is_news = self._is_news, False
                 turn = self._turn()
                 self.turns += 1
-                pause_s = SHORTEST_PAUSE_S if turn.worked else 2 * pause_s
+                growth = POLL_GROWTH if turn.polls else IDLE_GROWTH
+                pause_s = SHORTEST_PAUSE_S if turn.worked or is_news else min(growth * pause_s, LONGEST_WAIT_S)
                 self._wait(_wait_s(turn, pause_s))
         except Exception as error:
-            self._error = error
-            logger.exception("The session's thread has ended; no KV is exchanged any more.")
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        self._stop.set()
+        self._signal.set()
+        logger.exception("The session's thread has ended; no KV is exchanged any more.")
 
     def _wait(self, wait_s: float) -> None:
         self._wakes_at = time.monotonic() + wait_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+from collections.abc import Callable
 
 from pdkv.errors import StateError, TransportError
 from pdkv.transfer.clock import Clock, SystemClock
@@ -22,8 +23,8 @@ MAX_TAKEN = 256
 class SideChannel:
     """Carries messages between engines over ZeroMQ; a :class:`pdkv.transfer.carrier.MessageCarrier`.
 
-    Threads may share it: the sockets belong to a thread of its own. It is up when the constructor returns; peers are
-    connected to in the background, for as long as it takes.
+    Threads may share it: a thread of its own has the sockets, and who sends borrows them from it. It is up when the
+    constructor returns; peers are connected to in the background, for as long as it takes.
 
     Args:
         engine_id: of this engine (one per rank, new at each start).
@@ -66,7 +67,7 @@ class SideChannel:
 
     def send(self, message: Message) -> bool:
         self._require_open()
-        taken = self._outgoing.put(message.receiver.engine_id, encode(message))
+        taken = self._loop.send(message.receiver.engine_id, encode(message))
         if not taken:
             self.counters.count("outgoing_overflows")
         return taken
@@ -93,6 +94,10 @@ class SideChannel:
 
     def fileno(self) -> int:
         return self._inbox.signal.fileno()
+
+    def call_on_arrival(self, handler: Callable[[], bool]) -> None:
+        self._require_open()
+        self._loop.on_arrival = handler
 
     def close(self, *, timeout_s: float = 2.0) -> None:
         """Send what waits, as far as that goes at once, and let go of everything. Idempotent; from any thread.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 
 import zmq
 
@@ -55,10 +55,22 @@ class ConnectingEnd:
             return False
         return True
 
-    def receive(self) -> Iterator[tuple[str, bytes]]:
-        """Sender and frame of each message of a host; connections and introductions are dealt with on the way."""
+    def socket_of(self, engine_id: str) -> Socket | None:
+        """By which this engine is sent to; None where it is not connected to."""
+        host = self._by_engine.get(engine_id)
+        return None if host is None else host.socket
+
+    def receive(self, ready: Container[object]) -> Iterator[tuple[str, bytes]]:
+        """Sender and frame of each message of a host; connections and introductions are dealt with on the way.
+
+        Args:
+            ready: the sockets, of all there are, that have something.
+        """
         for host in tuple(self._hosts.values()):
-            self._look(host)
+            if host.monitor in ready:
+                self._look(host)
+            if host.socket not in ready:
+                continue
             for _ in range(MAX_READ):
                 try:
                     frames = host.socket.recv_multipart(zmq.NOBLOCK)

@@ -1,10 +1,17 @@
-"""The thread of a side channel: all its ZeroMQ sockets are made, used and closed here and nowhere else."""
+"""The thread of a side channel: makes its ZeroMQ sockets, waits for what arrives, and closes them.
+
+Another thread that sends uses a socket itself, under the lock, where nobody else does just then: what it has to say
+need not wait until this thread has woken up and got the interpreter. ZeroMQ allows a socket in one thread after
+another, but not in two at a time. So this thread waits by the sockets' descriptors, without using the sockets meanwhile
+as zmq_poll() would; and since a descriptor tells once, to whoever uses the socket first, who has sent looks for input.
+"""
 
 from __future__ import annotations
 
 import logging
+import select
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 
 import zmq
@@ -21,7 +28,7 @@ from pdkv.transfer.sidechannel.connecting import ConnectingEnd
 from pdkv.transfer.sidechannel.peers import PeerEntry
 from pdkv.transfer.sidechannel.queues import Inbox, Outgoing
 from pdkv.transfer.sidechannel.settings import SideChannelSettings
-from pdkv.transfer.sidechannel.sockets import Context
+from pdkv.transfer.sidechannel.sockets import Context, Socket, has_input
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +48,8 @@ class Loop(threading.Thread):
         super().__init__(name=f"pdkv-side-channel-{engine_id[:32]}", daemon=True)
         self.ready: Future[Address | None] = Future()
         self.failure: BaseException | None = None
+        #: As in :meth:`pdkv.transfer.carrier.MessageCarrier.call_on_arrival`.
+        self.on_arrival: Callable[[], bool] = lambda: False
         self._engine_id = engine_id
         self._settings = settings
         self._inbox = inbox
@@ -52,6 +61,8 @@ class Loop(threading.Thread):
         self._entries: tuple[PeerEntry, ...] = ()
         self._refresh_at = 0.0
         self._warn_at = 0.0
+        self._lock = threading.Lock()  # held by who uses the sockets
+        self._sockets: list[Socket] = []  # to wait for; none before they are made and after they are closed
         self._changed = threading.Condition()
         self._state: dict[str, object] = {}
         self._engines: frozenset[str] = frozenset()
@@ -70,13 +81,30 @@ class Loop(threading.Thread):
         with self._changed:
             return self._changed.wait_for(lambda: engine_id in self._engines, timeout_s)
 
+    def send(self, engine_id: str, frame: bytes) -> bool:
+        """From any thread: at once, or, where the sockets are in use, soon. False where there is no room for that."""
+        if threading.current_thread() is self or not self._lock.acquire(blocking=False):
+            return self._outgoing.put(engine_id, frame)
+        try:
+            if not self._sockets:
+                return self._outgoing.put(engine_id, frame)
+            others = self._send_waiting()
+            self._send_to(engine_id, frame)
+            if others or self._has_input(engine_id):
+                self._outgoing.signal.set()
+        finally:
+            self._lock.release()
+        return True
+
     def run(self) -> None:
         context: Context = zmq.Context()
         try:
-            self._open(context)
+            with self._lock:
+                self._open(context)
             while not self._stopping.is_set():
                 self._turn()
-            self._send()
+            with self._lock:
+                self._send_waiting()
         except BaseException as error:
             self.failure = error
             if self.ready.done():
@@ -84,19 +112,21 @@ class Loop(threading.Thread):
             else:
                 self.ready.set_exception(error)
         finally:
+            with self._lock:
+                self._sockets = []
             context.destroy()  # each socket lingers as long as its own option says
 
     def _open(self, context: Context) -> None:
         settings = self._settings
         self._bound = BoundEnd(context, self._engine_id, settings, self._complain) if settings.bind else None
         self._connecting = ConnectingEnd(context, self._engine_id, settings, self._complain, self._clock)
-        self._poller = zmq.Poller()
-        self._poller.register(self._outgoing.signal.fileno(), zmq.POLLIN)
+        self._poll = select.poll()
+        self._poll.register(self._outgoing.signal.fileno(), select.POLLIN)
         address = None
         if self._bound is not None:
             address = self._bind(self._bound)
             for socket in self._bound.sockets():
-                self._poller.register(socket, zmq.POLLIN)
+                self._listen_to(socket)
         self._refresh()
         self._publish()
         self.ready.set_result(address)
@@ -111,22 +141,54 @@ class Loop(threading.Thread):
             raise ConfigError(f"side channel: {text}") from error
 
     def _turn(self) -> None:
-        self._poller.poll(round(1000 * self._settings.limits.refresh_every_s))
-        self._send()
-        if self._bound is not None:
-            self._take(self._bound.receive())
-        self._take(self._connecting.receive())
-        self._refresh()
-        self._publish()
+        self._wait()
+        with self._lock:
+            self._send_waiting()
+            ready = {socket for socket in self._sockets if has_input(socket)}
+            if self._bound is not None and not ready.isdisjoint(self._bound.sockets()):
+                self._take(self._bound.receive())
+            self._take(self._connecting.receive(ready))
+        if len(self._inbox) and not (self.on_arrival() and not len(self._inbox)):
+            self._inbox.announce()
+        with self._lock:
+            self._send_waiting()
+            self._refresh()
+            self._publish()
 
-    def _send(self) -> None:
-        for engine_id, frame in self._outgoing.take_all():
-            if self._connecting.send(engine_id, frame) or (
-                self._bound is not None and self._bound.send(engine_id, frame)
-            ):
-                self._counters.count("sent")
-            else:
-                self._complain("unroutable", f"a message for {engine_id} was dropped: there is no connection to it")
+    def _wait(self) -> None:
+        """Until something may have come, from a peer or from another thread of this process, or a second is over."""
+        with self._lock:
+            if any(has_input(socket) for socket in self._sockets):
+                return
+        self._poll.poll(1000 * self._settings.limits.refresh_every_s)
+        self._outgoing.signal.clear()
+
+    def _listen_to(self, socket: Socket) -> None:
+        self._sockets.append(socket)
+        self._poll.register(socket.getsockopt(zmq.FD), select.POLLIN)  # type: ignore[arg-type]
+
+    def _forget(self, socket: Socket) -> None:
+        self._sockets.remove(socket)
+        self._poll.unregister(socket.getsockopt(zmq.FD))  # type: ignore[arg-type]
+        socket.close()
+
+    def _has_input(self, engine_id: str) -> bool:
+        """Whether there is something to receive where this engine is sent to."""
+        sockets = [self._connecting.socket_of(engine_id), *(() if self._bound is None else self._bound.sockets())]
+        return any(socket is not None and has_input(socket) for socket in sockets)
+
+    def _send_waiting(self) -> bool:
+        """What was sent while the sockets were in use. Whether there was anything."""
+        waiting = self._outgoing.take_all()
+        for engine_id, frame in waiting:
+            self._send_to(engine_id, frame)
+        return bool(waiting)
+
+    def _send_to(self, engine_id: str, frame: bytes) -> None:
+        if self._connecting.send(engine_id, frame) or (self._bound is not None and self._bound.send(engine_id, frame)):
+            self._counters.count("sent")
+        else:
+            self._complain("unroutable", f"a message for {engine_id} was dropped: there is no connection to it")
 
     def _take(self, frames: Iterator[tuple[str, bytes]]) -> None:
         """Check what peers sent, and hand over what is right."""
@@ -157,10 +219,9 @@ class Loop(threading.Thread):
             self._bound.allow(entries)
         added, removed = self._connecting.connect(entries)
         for socket in added:
-            self._poller.register(socket, zmq.POLLIN)
+            self._listen_to(socket)
         for socket in removed:
-            self._poller.unregister(socket)
-            socket.close()
+            self._forget(socket)
         self._warn(now)
 
     def _ask_for_peers(self) -> tuple[PeerEntry, ...]:

@@ -31,11 +31,16 @@ class Inbox:
             return len(queue) < self._max_messages and self._nbytes.get(sender, 0) + nbytes <= self._max_nbytes
 
     def put(self, sender: str, message: AnyMessage, nbytes: int) -> None:
-        """For the thread that runs the side channel."""
+        """For the thread that runs the side channel, which then sees to it that somebody takes the message."""
         with self._lock:
             self._queues.setdefault(sender, deque()).append((message, nbytes))
             self._nbytes[sender] = self._nbytes.get(sender, 0) + nbytes
-            self.signal.set()
+
+    def announce(self) -> None:
+        """Set the signal, where there are messages."""
+        with self._lock:
+            if self._queues:
+                self.signal.set()
 
     def take(self, most: int) -> tuple[AnyMessage, ...]:
         """Up to `most` messages, one sender after the other. For the thread that uses the side channel."""
@@ -82,6 +87,8 @@ class Outgoing:
         return True
 
     def take_all(self) -> tuple[tuple[str, bytes], ...]:
+        if not self._frames:
+            return ()
         with self._lock:
             frames, self._nbytes = tuple(self._frames), 0
             self._frames.clear()

@@ -58,6 +58,12 @@ def monitor_of(socket: Socket) -> Socket:
     return monitor
 
 
+def has_input(socket: Socket) -> bool:
+    """Whether there is something to receive."""
+    events = socket.getsockopt(zmq.EVENTS)
+    return isinstance(events, int) and bool(events & zmq.POLLIN)
+
+
 def next_event(monitor: Socket) -> int | None:
     """The next event, without waiting."""
     try:

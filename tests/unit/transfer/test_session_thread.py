@@ -7,6 +7,7 @@ import os
 import resource
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from pdkv.transfer.inproc_carrier import InprocNetwork
 from pdkv.transfer.session import Session
 from pdkv.transfer.session_thread import FD_SETSIZE, SessionThread, Turn
 from pdkv.transfer.signals import Signal
+from pdkv.transfer.transport import LONGEST_PAUSE_S
 
 pytestmark = pytest.mark.cpu
 
@@ -152,6 +154,89 @@ def test_a_session_whose_transfer_moves_in_polls_does_not_back_off(
 NOTHING = Turn(worked=False, polls=False, serves=False, due_in_s=None)
 
 
+def test_messages_are_worked_on_by_the_thread_that_brings_them_unless_another_one_works() -> None:
+    message = Signal()
+    thread = SessionThread(lambda: NOTHING, message.fileno())
+    assert thread.instead(lambda: NOTHING)
+    assert not thread.instead(lambda: None)
+    thread.close(DEADLINE_S)
+    assert not thread.instead(lambda: NOTHING)
+    message.close()
+
+
+def test_an_error_of_a_turn_that_another_thread_made_ends_the_thread_and_reaches_the_engine() -> None:
+    def broken() -> Turn:
+        raise ZeroDivisionError
+
+    message = Signal()
+    thread = SessionThread(lambda: NOTHING, message.fileno())
+    assert not thread.instead(broken)
+    thread._thread.join(DEADLINE_S)
+    assert not thread._thread.is_alive()
+    with pytest.raises(ConnectorError, match="ZeroDivisionError"):
+        thread.require_running()
+    thread.close(DEADLINE_S)
+    message.close()
+
+
+def test_a_session_that_is_busy_leaves_messages_to_its_own_thread(
+    caches: tuple[pdkv.GrowableKVCache, pdkv.GrowableKVCache],
+) -> None:
+    session = make_session(InprocNetwork(), "P", "prefill", caches[0])
+    found = []
+    with session._lock:
+        other = threading.Thread(target=lambda: found.append(session._turn_unless_busy()))
+        other.start()
+        other.join(DEADLINE_S)
+    assert found == [None]
+    assert session._turn_unless_busy() is not None
+    session.close()
+    assert session._turn_unless_busy() is None
+
+
+def test_what_the_thread_has_found_is_returned_without_more_work(
+    caches: tuple[pdkv.GrowableKVCache, pdkv.GrowableKVCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = make_session(InprocNetwork(), "P", "prefill", caches[0])
+    session.start()
+    worked: list[bool] = []
+    with session._lock:
+        monkeypatch.setattr(session.host, "progress", lambda: worked.append(True))
+        session._events.append(Loaded("r"))
+        assert session.poll() == (Loaded("r"),)
+        assert not worked
+        assert session.poll() == ()
+        assert worked
+    session.close()
+
+
+def test_transfers_are_looked_at_soon_again_after_news_and_then_less_and_less_often() -> None:
+    pauses: list[float] = []
+    enough = threading.Event()
+    message = Signal()
+
+    class Recording(SessionThread):
+        def _wait(self, wait_s: float) -> None:
+            pauses.append(wait_s)
+            if len(pauses) >= 40:
+                enough.set()
+            super()._wait(wait_s)
+
+    running = Turn(worked=False, polls=True, serves=False, due_in_s=None)
+    thread = Recording(lambda: running, message.fileno())
+    assert enough.wait(DEADLINE_S)
+    enough.clear()
+    pauses_before_news, pauses[:] = pauses[:], []
+    thread.wake(Turn(worked=True, polls=True, serves=False, due_in_s=None))
+    assert enough.wait(DEADLINE_S)
+    thread.close(DEADLINE_S)
+    message.close()
+    assert pauses_before_news[0] < 30e-6
+    assert all(later <= 1.3 * sooner for sooner, later in pairwise(pauses_before_news))
+    assert pauses_before_news[-1] == LONGEST_PAUSE_S
+    assert min(pauses) < 30e-6
+
+
 def test_a_wake_after_the_end_leaves_the_file_alone_that_has_the_descriptor_now() -> None:
     message = Signal()
     thread = SessionThread(lambda: NOTHING, message.fileno())
@@ -161,7 +246,7 @@ def test_a_wake_after_the_end_leaves_the_file_alone_that_has_the_descriptor_now(
     others = [Signal() for _ in range(8)]
     assert freed <= {other.fileno() for other in others}, "the lowest free numbers are taken"
 
-    thread.wake()
+    thread.wake(NOTHING)
 
     assert freed
     assert not any(other.wait(0) for other in others)
