@@ -22,7 +22,6 @@ When a request is over while its transfer may still write, the blocks wait in qu
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from pdkv.errors import ProtocolError, StateError
@@ -68,7 +67,6 @@ class Consumer(ConsumerLoading):
     ) -> None:
         super().__init__(clock, me, descriptor, settings or ConsumerSettings(), counters, rank)
         self._owed: dict[tuple[str, str], Abort] = {}  # by engine and request of P: acknowledged when no READ runs
-        self._used: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     # From the engine.
 
@@ -350,12 +348,3 @@ class Consumer(ConsumerLoading):
         reading = {(self._alive[key.transfer_id][1], key.request_id) for key in self._reads}
         for request in [request for request in self._owed if request not in reading]:
             self._ack(self._owed.pop(request))
-
-    def _first_use(self, reference: Reference) -> bool:
-        used = (reference.engine.engine_id, reference.request_id)
-        if used in self._used:
-            return False
-        self._used[used] = None
-        while len(self._used) > self._settings.max_used:
-            self._used.popitem(last=False)
-        return True

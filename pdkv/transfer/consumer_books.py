@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any, TypeVar
 
 from pdkv.transfer.actions import AbandonRead, Failed, Recompute
@@ -50,6 +51,7 @@ class ConsumerBooks(Endpoint):
         self._reads: set[TransferKey] = set()  # posted and not ended, wanted or not
         self._alive: dict[int, tuple[TransferKey, str]] = {}  # with P's engine id; by transfer id, lowest first
         self._next_transfer_id = 0
+        self._used: OrderedDict[tuple[str, str], None] = OrderedDict()  # references, by engine and request of P
 
     def holders(self) -> tuple[str, ...]:
         """Requests with a transfer or a lease, for the error that refuses a sleep."""
@@ -68,6 +70,15 @@ class ConsumerBooks(Endpoint):
             min((r.heard_at + self._settings.silence_s for r in requests if r.phase is not Phase.LOADED), default=None),
             min((due_at for _, due_at in self._handshakes.values()), default=None),
         )
+
+    def _first_use(self, reference: Reference) -> bool:
+        used = (reference.engine.engine_id, reference.request_id)
+        if used in self._used:
+            return False
+        self._used[used] = None
+        while len(self._used) > self._settings.max_used:
+            self._used.popitem(last=False)
+        return True
 
     # Transfers and what is said about them.
 
