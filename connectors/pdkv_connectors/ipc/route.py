@@ -14,6 +14,8 @@ from pdkv_connectors.ipc.columns import BlockColumns, Ids
 from pdkv_connectors.ipc.legs import Leg
 
 if TYPE_CHECKING:
+    import torch
+
     from pdkv.kvcache import GrowableKVCache
     from pdkv.memory import MemoryDriver
     from pdkv.transfer.geometry import CacheGeometry
@@ -166,12 +168,21 @@ class HostRoute(Route):
 
     def __init__(self, between: Between, cache: GrowableKVCache, driver: MemoryDriver, kernels: Kernels | None) -> None:
         from pdkv.transfer.fit import first_difference
-        from pdkv_connectors.ipc.host_leg import HostLeg
+        from pdkv_connectors.ipc.host_leg import HostLeg, HostSide
+
+        def side(address: int, whole: torch.Tensor) -> HostSide:
+            return HostSide(address, lambda offset, nbytes: whole[offset : offset + nbytes])
+
+        def imported(number: int) -> HostSide:
+            of = self.link.memories[number]
+            return side(of.address, driver.tensor(of.address, of.nbytes, self.link))
 
         super().__init__(between)
         self._cache = cache
-        self._driver = driver
-        self._verify = between.verify
+        # Made once: three tensors would take as long as the copy of a block.
+        self._own = side(cache.address, cache.raw_tensor())
+        self._imported = imported(CACHE)
+        self._sums = imported(SUMS) if between.verify else None
         alike = first_difference(self.source, self.destination) is None
         as_is = alike and all(leg.plan.takes_all_heads for group in self.legs for leg in group)
         self._by_slices = as_is and kernels is None
@@ -181,25 +192,13 @@ class HostRoute(Route):
         ]
 
     def start(self, columns: Sequence[BlockColumns], programs: int | None) -> Running:
-        from pdkv_connectors.ipc.host_leg import HostSide
         from pdkv_connectors.ipc.host_mover import HostCopy
 
-        def imported(number: int) -> HostSide:
-            of = self.link.memories[number]
-            whole = self._driver.tensor(of.address, of.nbytes, self.link)
-            return HostSide(of.address, lambda offset, nbytes: whole[offset : offset + nbytes])
-
-        cache, own = self._cache, self._cache.raw_tensor()
         jobs: list[tuple[HostLeg, Ids]] = [
             (leg, np.stack((part.source, part.destination))) for part in columns for leg in self._ready[part.group]
         ]
-        return HostCopy(
-            imported(CACHE),
-            HostSide(cache.address, lambda offset, nbytes: own[offset : offset + nbytes]),
-            imported(SUMS) if self._verify else None,
-            self._slices(columns) if self._by_slices else None,
-            jobs,
-        )
+        slices = self._slices(columns) if self._by_slices else None
+        return HostCopy(self._imported, self._own, self._sums, slices, jobs)
 
     def _slices(self, columns: Sequence[BlockColumns]) -> Slices:
         from pdkv.transfer.runs import copies_for
