@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pdkv.errors import ConnectorError
 from pdkv.transfer.signals import Signal
-from pdkv.transfer.transport import LONGEST_PAUSE_S, SHORTEST_PAUSE_S
+from pdkv.transfer.transport import LONGEST_PAUSE_S, POLL_GROWTH, SHORTEST_PAUSE_S
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +21,8 @@ PROGRESS_PAUSE_S = 5e-3
 #: Even where nothing is due. No longer than what a call makes due (:class:`pdkv.transfer.leases.LeaseSettings`), so
 #: that the thread need not be woken, and compete with what the call has set off, only to hear of it.
 LONGEST_WAIT_S = 1.0
-#: By so much the pause grows between two looks at transfers, so that an end is seen soon; and while nothing runs here.
-POLL_GROWTH, IDLE_GROWTH = 1.25, 2.0
+#: So many times longer each pause is while no transfer runs here.
+IDLE_GROWTH = 2.0
 #: select() takes only descriptors below this, and is preferred, since poll() waits for whole milliseconds.
 FD_SETSIZE = 1024
 

@@ -29,8 +29,10 @@ from pdkv.transfer.shards import HeadSlice
 if TYPE_CHECKING:
     from pdkv.kvcache import GrowableKVCache
 
-#: A transfer is polled after this, then after twice as long each time, up to the longest: small ones take microseconds.
+#: A transfer is polled after this, then each time after so many times longer, up to the longest: small ones take
+#: microseconds, and an end is to be seen soon.
 SHORTEST_PAUSE_S = 20e-6
+POLL_GROWTH = 1.25
 LONGEST_PAUSE_S = 1e-3
 
 
@@ -77,7 +79,7 @@ class Transfer(ABC):
                 pause_s = SHORTEST_PAUSE_S
                 continue
             time.sleep(min(pause_s, left))
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            pause_s = min(POLL_GROWTH * pause_s, LONGEST_PAUSE_S)
         return state
 
     @abstractmethod
