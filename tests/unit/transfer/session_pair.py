@@ -91,3 +91,11 @@ class SessionPair:
         self.decode.close()
         for cache in self.caches:
             cache.close()
+
+
+def load(pair: SessionPair, request_id: str = "r", blocks: tuple[int, ...] = (7, 3, 9)) -> None:
+    """A whole request, from blocks 1, 2, 3 of P into `blocks` of D."""
+    reference = pair.offer(request_id, [1, 2, 3])
+    pair.decode.arrived(request_id, reference, 48)
+    pair.decode.allocated(request_id, run(*blocks))
+    pair.settle()
