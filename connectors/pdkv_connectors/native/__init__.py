@@ -39,8 +39,8 @@ def _compile() -> Kernels | None:
     except (ImportError, RuntimeError, OSError) as error:
         missing = isinstance(error, ImportError)
         logger.warning(
-            "Blocks in host memory are copied and summed without compiled kernels, at about half the speed (%s); %s.",
-            error,
+            "Blocks in host memory are copied and summed without compiled kernels, which takes longer (%s); %s.",
+            " ".join(str(error).split()),  # LLVM shows the line, with an arrow below it
             "`pip install 'pdkv[host]'` brings them" if missing else "see whether llvmlite works on this machine",
         )
         return None

@@ -14,6 +14,8 @@ Numbers = npt.NDArray[np.int64]
 """One axis, contiguous."""
 
 TEXT = Path(__file__).with_name("kernels.ll")
+OLDEST_LLVM = (20,)
+"""Of llvmlite 0.45. Those before take another language for pointers, constants and passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +67,16 @@ class Kernels:
         cpu, features: what to compile for, as LLVM calls it; the CPU at hand unless told.
 
     Raises:
-        ImportError: llvmlite is missing.
+        ImportError: llvmlite is missing, or too old for what is in kernels.ll.
         RuntimeError: LLVM does not compile them for this CPU.
     """
 
     def __init__(self, cpu: str | None = None, features: str = "") -> None:
         import llvmlite.binding as llvm
 
+        if llvm.llvm_version_info < OLDEST_LLVM:
+            found = ".".join(map(str, llvm.llvm_version_info))
+            raise ImportError(f"llvmlite brings LLVM {found}, and {OLDEST_LLVM[0]} is needed")
         module, machine = optimized(cpu, features)
         self._engine = llvm.create_mcjit_compiler(module, machine)  # owns the code
         self._engine.finalize_object()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import llvmlite.binding as llvm
 import pytest
 
 from pdkv_connectors import native
@@ -59,3 +60,15 @@ def test_kernels_that_do_not_compile_are_done_without_which_is_logged_once_with_
     (record,) = caplog.records
     assert "see whether llvmlite works" in record.message
     assert "parsing error" in record.message
+    assert "\n" not in record.message
+
+
+def test_a_llvmlite_that_is_too_old_is_done_without_which_is_logged_with_the_cure(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(llvm, "llvm_version_info", (15, 0, 7))
+    monkeypatch.setattr(native, "_found", [])
+    assert find_kernels() is None
+    (record,) = caplog.records
+    assert "llvmlite brings LLVM 15.0.7, and 20 is needed" in record.message
+    assert "pip install 'pdkv[host]'" in record.message
