@@ -28,8 +28,7 @@ Steps = Generator[None, None, T]
 
 
 class SumKeeper:
-    """Of one registration. Sums lie in memory of the same kind as the cache, and are made by ipc's
-    kernels.
+    """Of one registration. Sums lie in memory of the same kind as the cache, and are made by what makes those of ipc.
 
     Args:
         engine: this side, in the generation of its registration.
