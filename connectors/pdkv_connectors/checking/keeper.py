@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from pdkv.errors import GeometryError, PdkvError, ProtocolError, StaleGenerationError, TransportError
+from pdkv.errors import PdkvError, ProtocolError, StaleGenerationError, TransportError
 from pdkv.transfer.messages import EngineRef
 from pdkv_connectors.checking import wire
-from pdkv_connectors.ipc.hashing import WORD_NBYTES
+from pdkv_connectors.ipc.legs import require_words
 from pdkv_connectors.ipc.offers import Offers
 from pdkv_connectors.native import find_kernels
 
@@ -170,14 +170,4 @@ def require_summable(geometry: CacheGeometry) -> None:
             f"blocks in {geometry.driver} memory cannot be summed, only those of the host and of CUDA; leave "
             "verification off."
         )
-    for run in geometry.layers:
-        if run.piece_nbytes != run.page_nbytes:
-            raise GeometryError(
-                f"pages of layout {geometry.layout} are not runs of memory and cannot be summed; choose a layout in "
-                "which blocks are outside of heads and tokens, or leave verification off."
-            )
-        if any(size % WORD_NBYTES for size in (run.content_nbytes, run.offset, run.layer_stride, run.block_stride)):
-            raise GeometryError(
-                f"pages of {run.content_nbytes} bytes a head and token do not consist of words of {WORD_NBYTES} bytes, "
-                "so they cannot be summed; leave verification off."
-            )
+    require_words(geometry, "leave verification off")

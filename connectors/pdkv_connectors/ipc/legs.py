@@ -123,6 +123,30 @@ def _legs(group: int, plans: dict[PagePlan, list[tuple[int, LayerPlace, LayerPla
     )
 
 
+def require_words(geometry: CacheGeometry, otherwise: str) -> None:
+    """Refuse a cache whose pages are not runs of 64-bit words, as which they are copied and summed.
+
+    What takes them for such would go astray in memory.
+
+    Args:
+        otherwise: what can be done about it, beside another layout or model; the end of the sentence.
+
+    Raises:
+        GeometryError: see above.
+    """
+    for run in geometry.layers:
+        if run.piece_nbytes != run.page_nbytes:
+            raise GeometryError(
+                f"pages of layout {geometry.layout} are not runs of memory; choose a layout in which blocks are "
+                f"outside of heads and tokens, or {otherwise}."
+            )
+        if any(size % WORD_NBYTES for size in (run.content_nbytes, run.offset, run.layer_stride, run.block_stride)):
+            raise GeometryError(
+                f"pages of {run.content_nbytes} bytes a head and token, {run.block_stride} from block to block, do not "
+                f"consist of words of {WORD_NBYTES} bytes; {otherwise}."
+            )
+
+
 def require_verifiable(legs: tuple[tuple[Leg, ...], ...]) -> None:
     """Refuse legs whose units are parts of what was summed.
 

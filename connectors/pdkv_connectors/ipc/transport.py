@@ -30,7 +30,7 @@ from pdkv.transfer.shards import HeadSlice
 from pdkv_connectors.ipc import wire
 from pdkv_connectors.ipc.believed import require_backed
 from pdkv_connectors.ipc.columns import BlockColumns, Ids, are_within, columns_of
-from pdkv_connectors.ipc.legs import legs_between, require_verifiable
+from pdkv_connectors.ipc.legs import legs_between, require_verifiable, require_words
 from pdkv_connectors.ipc.link import open_link
 from pdkv_connectors.ipc.loop import Loop
 from pdkv_connectors.ipc.offers import Offers, require_agreed
@@ -169,6 +169,7 @@ class IpcTransport(TransportBase[Route]):
             self._pages.close()
 
     def _do_register(self, cache: GrowableKVCache, geometry: CacheGeometry, engine: EngineRef) -> None:
+        require_words(geometry, "choose another transport")
         if cache.driver.name == "cuda" and not self._movers:
             from pdkv_connectors.ipc.cuda_mover import CudaMover
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.errors import GeometryError
 from pdkv.transfer.shards import HeadSlice
 from pdkv_connectors.ipc.hashing import WORD_NBYTES, granule_states, word_keys
 from pdkv_connectors.ipc.plan import PagePlan, PageShape
@@ -38,18 +37,10 @@ class UnitKernel:
     layer, int64 ``[layers]``.
 
     Args:
-        plan: one that neither quantizes nor cuts columns.
-
-    Raises:
-        GeometryError: pages do not consist of words.
+        plan: one that neither quantizes nor cuts columns, of pages of words (:func:`legs.require_words`).
     """
 
     def __init__(self, plan: PagePlan, kernels: Kernels) -> None:
-        if plan.source.content_bytes % WORD_NBYTES:
-            raise GeometryError(
-                f"pages of {plan.source.content_bytes} bytes a head and token do not consist of words of {WORD_NBYTES} "
-                "bytes, so they cannot be summed; leave verification off."
-            )
         self._plan = plan
         self._kernels = kernels
         shape = unit_shape(plan)

@@ -250,6 +250,21 @@ def test_what_is_not_asked_for_or_cannot_be_is_refused(bench: Bench, shape: dict
         reader.connect(P, owner.describe())
 
 
+@pytest.mark.parametrize("layout", ["LHBNC", "BHLNC"])
+def test_a_cache_whose_pages_are_spread_is_refused_when_it_is_registered(bench: Bench, layout: str) -> None:
+    transport, cache = bench.keep(IpcTransport()), bench.cache(layout=layout)
+    with pytest.raises(GeometryError, match=f"layout {layout} are not runs of memory.* choose another transport"):
+        transport.register(cache, P)
+
+
+def test_a_cache_whose_pages_are_no_words_is_refused_when_it_is_registered(bench: Bench) -> None:
+    config = KVCacheConfig.uniform(["layer"], PageSpec(2, 4, 12, 4, "bfloat16"), 8, KVCacheLayout.LBNHC)
+    with GrowableKVCache(config, bench.driver) as cache:
+        cache.commit(8)
+        with pytest.raises(GeometryError, match=r"pages of 12 bytes .* do not consist of words"):
+            bench.keep(IpcTransport()).register(cache, P)
+
+
 def test_units_that_are_not_there_are_refused(bench: Bench) -> None:
     owner, reader = bench.transport(bench.cache(), P), bench.transport(bench.cache(tokens=64, blocks=4), D)
     reader.connect(P, owner.describe())
