@@ -213,7 +213,7 @@ class Consumer(ConsumerLoading):
             self._fail(request, code, reason or "the READ failed")
         self._work_off()
 
-    def fences_reads(self, peer: EngineRef) -> None:
+    def reads_fenced(self, peer: EngineRef) -> None:
         """The transport has reached this peer and fences READs from it: they may be posted early from now on."""
         self._peers.note_fence(peer)
 

@@ -172,7 +172,7 @@ class SessionBase:
                 self._consumer.peer_lost(action.peer.engine_id, _code_of(error), str(error))
             return
         if self._consumer is not None and self.host.fences_reads(action.peer):
-            self._consumer.fences_reads(action.peer)
+            self._consumer.reads_fenced(action.peer)
 
     def _post(self, action: do.PostRead | do.PostWrite) -> None:
         if self._rebuilding:

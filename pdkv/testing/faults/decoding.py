@@ -199,7 +199,7 @@ class SimDecode(SimNode):
 
     def peer_added(self, action: AddPeer) -> None:
         if self._is_fenced:
-            self.endpoint.fences_reads(action.peer)
+            self.endpoint.reads_fenced(action.peer)
 
     def _read_ended(self, key: TransferKey, ok: bool, code: FailCode) -> None:
         self.endpoint.read_ended(key, ok, code=code)
