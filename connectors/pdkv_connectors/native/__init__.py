@@ -12,9 +12,9 @@ __all__ = ["Kernels", "Numbers", "UnitShape", "find_kernels", "streams"]
 logger = logging.getLogger(__name__)
 
 STREAM_NBYTES = 1 << 20
-"""From so many bytes on a copy writes past the caches. Measured on a Xeon with 2 MiB of L2 a core, scattered blocks of
-32 KiB, each read right afterwards: copy and read together take 6 % less time through the caches for 512 KiB, as long
-for 1 MiB, and 20 to 30 % more from 2 MiB on."""
+"""From so many bytes on a copy writes past the caches. A read of what was written, right afterwards, takes longer then;
+`python benchmarks/streaming.py` shows from where on both together take less long. On a Xeon with 2 MiB of L2 a core
+that took 4 % longer for 512 KiB, as long for 1 MiB, 4 % less for 2 MiB and 15 % less for 64 MiB."""
 
 _lock = threading.Lock()
 _found: list[Kernels | None] = []
