@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import resource
 import threading
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -15,6 +17,7 @@ from session_pair import contents, fill, make_cache, make_session, run
 
 import pdkv
 from pdkv.errors import ConnectorError
+from pdkv.transfer import session_thread
 from pdkv.transfer.actions import FreeBlocks, Loaded
 from pdkv.transfer.inproc import InprocTransport
 from pdkv.transfer.inproc_carrier import InprocNetwork
@@ -161,6 +164,27 @@ def test_messages_are_worked_on_by_the_thread_that_brings_them_unless_another_on
     assert not thread.instead(lambda: None)
     thread.close(DEADLINE_S)
     assert not thread.instead(lambda: NOTHING)
+    message.close()
+
+
+def test_what_a_turn_of_another_thread_has_set_off_is_looked_at_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_thread, "LONGEST_WAIT_S", 4 * DEADLINE_S)
+    begun = threading.Event()
+    message = Signal()
+
+    def look() -> Turn:
+        begun.set()
+        return NOTHING
+
+    thread = SessionThread(look, message.fileno())
+    deadline = time.monotonic() + DEADLINE_S
+    while math.isinf(thread._wakes_at):  # it has not begun to wait
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+    begun.clear()
+    assert thread.instead(lambda: Turn(worked=True, polls=True, serves=False, due_in_s=None))
+    assert begun.wait(DEADLINE_S)
+    thread.close(DEADLINE_S)
     message.close()
 
 
