@@ -215,6 +215,25 @@ def test_a_few_lone_blocks_are_copied_as_when_all_is_planned_anew(sizes: int, co
             assert list(copies_for(source, destination, pairs)) == list(anew)
 
 
+def test_lone_blocks_of_several_groups_are_all_copied() -> None:
+    with uniform() as source, uniform() as destination:
+        fill_randomly(source, 1)
+        groups = [NAMES[:1], NAMES[1:]]
+        geometries = (CacheGeometry.of(cache, groups) for cache in (source, destination))
+        carry_out(copies_for(*geometries, [BlockPair(0, 3, 40), BlockPair(1, 7, 9)]), source, destination)
+        for layer, from_, to in ((NAMES[0], 3, 40), (NAMES[1], 7, 9), (NAMES[2], 7, 9)):
+            assert torch.equal(block_bytes(destination, layer, to), block_bytes(source, layer, from_))
+
+
+@pytest.mark.parametrize("pair", [BlockPair(0, 8, 1), BlockPair(0, 1, 8)])
+def test_I5_a_lone_block_that_is_not_committed_is_in_no_extent(pair: BlockPair) -> None:
+    with uniform(KVCacheLayout.LBHNC, 8) as cache:
+        geometry = CacheGeometry.of(cache)
+    for pairs in ([pair], [BlockPair(0, 3, 5), pair]):
+        with pytest.raises(ExtentError):
+            copies_for(geometry, geometry, pairs)
+
+
 def test_eighty_uniform_layers_take_fewer_bytes_than_their_addresses() -> None:
     names = [f"model.layers.{index}.self_attn.attn" for index in range(80)]
     with built(KVCacheConfig.uniform(names, SPEC, 64), 10, 40) as cache:
