@@ -87,9 +87,9 @@ class Outgoing:
         return True
 
     def take_all(self) -> tuple[tuple[str, bytes], ...]:
-        if not self._frames:
-            return ()
-        with self._lock:
+        with self._lock:  # also to see that there are none: one may have been announced and not be here yet
+            if not self._frames:
+                return ()
             frames, self._nbytes = tuple(self._frames), 0
             self._frames.clear()
             self.signal.clear()

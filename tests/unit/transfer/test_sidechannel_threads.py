@@ -54,6 +54,25 @@ def test_what_is_sent_while_the_sockets_are_in_use_goes_out_afterwards_in_order(
     assert numbers(receive(prefill, 2)) == [1, 2]
 
 
+def test_what_is_put_aside_while_the_channel_wakes_up_for_it_goes_out(
+    pair: tuple[SideChannel, SideChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = pair
+    set_signal = decode._outgoing.signal.set
+
+    def set_and_be_suspended() -> bool:
+        was_set = set_signal()
+        decode._loop._lock.release()
+        time.sleep(0.2)  # long enough to wake up, find nothing, and wait again
+        return was_set
+
+    decode._loop._lock.acquire()
+    with monkeypatch.context() as patched:
+        patched.setattr(decode._outgoing.signal, "set", set_and_be_suspended)
+        assert decode.send(done("D/1", "P/1", 1))
+    assert numbers(receive(prefill)) == [1]
+
+
 def test_no_message_is_overlooked_whichever_threads_send_and_receive(pair: tuple[SideChannel, SideChannel]) -> None:
     rounds, threads = 300, 3
     errors: list[AssertionError] = []
