@@ -21,14 +21,14 @@ class MessageCarrier(Protocol):
 
         Raises:
             ProtocolError: it is larger than a peer accepts.
-            StateError: closed.
+            StateError: closed, or made by the process that this one was forked from.
         """
 
     def receive(self) -> tuple[AnyMessage, ...]:
         """What has arrived, perhaps not all of it at once; empty where nothing has.
 
         Raises:
-            StateError: closed.
+            StateError: closed, or its parent's, as above.
         """
 
     def fileno(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import os
 from collections.abc import Callable
 
 from pdkv.errors import StateError, TransportError
@@ -53,6 +54,7 @@ class SideChannel:
         self._loop = Loop(engine_id, settings, self._inbox, self._outgoing, clock or SystemClock(), self.counters)
         self._is_secured = settings.keys is not None
         self._closed = False
+        self._pid = os.getpid()
         self._loop.start()
         try:
             #: Where it listens, with the real port; None where it only connects.
@@ -133,6 +135,8 @@ class SideChannel:
         return "with keys" if self._is_secured else "without keys"
 
     def _require_open(self) -> None:
+        if os.getpid() != self._pid:  # ZeroMQ would wait there for ever, and the descriptors are its parent's
+            raise StateError(f"this side channel belongs to process {self._pid}; make one after the fork.")
         if self._closed:
             raise StateError(f"the side channel of {self.engine_id} is closed; make a new one.")
         if self._loop.failure is not None:
