@@ -148,12 +148,17 @@ def require_words(geometry: CacheGeometry, otherwise: str) -> None:
 
 
 def require_verifiable(legs: tuple[tuple[Leg, ...], ...]) -> None:
-    """Refuse legs whose units are parts of what was summed.
+    """Refuse legs whose units are parts of what was summed, or whose words have no keys.
 
     Raises:
-        GeometryError: a unit has fewer states than a granule of the source.
+        GeometryError: a unit has fewer states than a granule of the source, or a page is spread over memory.
     """
     for leg in (leg for group in legs for leg in group):
+        if not leg.plan.source.is_run:
+            raise GeometryError(
+                "pages of the source are not runs of memory and cannot be summed; choose another layout, or do not "
+                "verify"
+            )
         if not leg.plan.can_verify:
             raise GeometryError(
                 f"pages of {leg.plan.source.num_states} states are summed in granules of "

@@ -52,6 +52,12 @@ class PageShape:
         return self.num_heads == 1 or self.head_stride >= self.state_stride
 
     @property
+    def is_run(self) -> bool:
+        """Whether a page is one run of memory; a word's key is known by its place in it."""
+        last = (self.num_heads - 1) * self.head_stride + (self.num_states - 1) * self.state_stride
+        return last + self.content_bytes == self.nbytes
+
+    @property
     def granules(self) -> int:
         """Granules that each head of a page is summed in."""
         return self.num_states // granule_states(self.num_states)
