@@ -36,7 +36,7 @@ def find_kernels() -> Kernels | None:
 def _compile() -> Kernels | None:
     try:
         return Kernels()
-    except (ImportError, RuntimeError, OSError) as error:
+    except Exception as error:  # an AttributeError, for one, of an llvmlite that has another API: nothing needs them
         missing = isinstance(error, ImportError)
         logger.warning(
             "Blocks in host memory are copied and summed without compiled kernels, which takes longer (%s); %s.",

@@ -72,3 +72,14 @@ def test_a_llvmlite_that_is_too_old_is_done_without_which_is_logged_with_the_cur
     (record,) = caplog.records
     assert "llvmlite brings LLVM 15.0.7, and 20 is needed" in record.message
     assert "pip install 'pdkv[host]'" in record.message
+
+
+def test_an_llvmlite_with_another_api_is_done_without_which_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(llvm, "create_mcjit_compiler")
+    monkeypatch.setattr(native, "_found", [])
+    assert find_kernels() is None
+    (record,) = caplog.records
+    assert "create_mcjit_compiler" in record.message
+    assert "see whether llvmlite works" in record.message
