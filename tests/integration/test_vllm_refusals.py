@@ -75,9 +75,32 @@ def another_mac(params: Params) -> None:
         sealed["mac"] = base64.b64encode(bytes(reversed(base64.b64decode(sealed["mac"])))).decode()
 
 
+def nothing_but_the_wish(params: Params) -> None:
+    params.clear()
+    params["do_remote_prefill"] = True
+
+
+def a_stock_one_without_blocks(params: Params) -> None:
+    del params["pdkv"]
+    params["remote_block_ids"] = []
+
+
+def a_stock_one_at_no_port(params: Params) -> None:
+    del params["pdkv"]
+    params["remote_port"] = "somewhere"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("spoil", "failure"), [(no_reference, "malformed"), (no_table, "malformed"), (another_mac, "forged")]
+    ("spoil", "failure"),
+    [
+        (no_reference, "malformed"),
+        (no_table, "malformed"),
+        (another_mac, "forged"),
+        (nothing_but_the_wish, "malformed"),
+        (a_stock_one_without_blocks, "malformed"),
+        (a_stock_one_at_no_port, "malformed"),
+    ],
 )
 def test_a_reference_that_is_none_or_was_altered_is_400(
     deployment: PDDeployment, spoil: Callable[[Params], None], failure: str, stream: bool

@@ -21,6 +21,7 @@ from pdkv_connectors.vllm.handshake import KEY, RankInfo
 #: Attribute of `NixlConnectorMetadata` that carries :class:`Events`.
 ATTRIBUTE = "pdkv_events"
 MAX_RANKS = 4096
+_Ranks = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
 
 
 class OneRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,6 +101,36 @@ def read_remote_kv(params: dict[str, Any] | None) -> RemoteKV | None:
         return msgspec.convert(found, RemoteKV)
     except msgspec.ValidationError as error:
         raise ProtocolError(f"the transfer parameters of the request are not valid: {error}") from error
+
+
+class StockKV(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stock prefill engine says of a prompt's KV, under vLLM's names; only what vLLM's connectors rely on."""
+
+    remote_engine_id: Annotated[str, msgspec.Meta(min_length=1)]
+    remote_request_id: Annotated[str, msgspec.Meta(min_length=1)]
+    remote_host: Annotated[str, msgspec.Meta(min_length=1)]
+    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65_535)]
+    tp_size: _Ranks
+    dcp_size: _Ranks = 1
+    pp_size: _Ranks = 1
+    remote_block_ids: tuple[tuple[Count, ...], ...] | None = None
+
+
+def require_stock_kv(params: dict[str, Any], *, with_blocks: bool) -> None:
+    """Refuse what vLLM's own connectors take on trust: they end the engine where it is missing.
+
+    Args:
+        with_blocks: whether blocks must be named, as in pull.
+
+    Raises:
+        ProtocolError: something is missing or of another type.
+    """
+    try:
+        found = msgspec.convert(params, StockKV)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"the transfer parameters of the request are not valid: {error}") from error
+    if with_blocks and not any(found.remote_block_ids or ()):
+        raise ProtocolError("the transfer parameters of the request name no blocks: remote_block_ids is empty.")
 
 
 @dataclass(slots=True)

@@ -16,7 +16,16 @@ from vllm.logger import init_logger
 from pdkv.errors import ConnectorError, ProtocolError
 from pdkv.transfer import BlockRun, Counters, FailCode, SystemClock
 from pdkv.transfer.issued import IssuedReferences
-from pdkv_connectors.vllm.ends_events import ATTRIBUTE, Arrival, Events, Prefilled, RemoteKV, WorkerNews, read_remote_kv
+from pdkv_connectors.vllm.ends_events import (
+    ATTRIBUTE,
+    Arrival,
+    Events,
+    Prefilled,
+    RemoteKV,
+    WorkerNews,
+    read_remote_kv,
+    require_stock_kv,
+)
 from pdkv_connectors.vllm.ends_support import why_stock_only
 from pdkv_connectors.vllm.handshake import KEY, RankInfo, read_stamp
 from pdkv_connectors.vllm.refusals import MALFORMED
@@ -77,21 +86,27 @@ class EndsScheduler:
         arrival = Arrival(request.request_id, request.num_prompt_tokens, None)
         try:
             arrival.remote = read_remote_kv(request.kv_transfer_params)
+            if takes_stock_way := self._takes_stock_way(arrival.remote):
+                with_blocks = not hasattr(self, "_finished_request_blocks")  # what push has books of
+                require_stock_kv(request.kv_transfer_params, with_blocks=with_blocks)
         except ConnectorError as error:
-            arrival.why_not = str(error)
+            arrival.remote, arrival.why_not = None, str(error)
             arrival.code = MALFORMED if isinstance(error, ProtocolError) else FailCode.INCOMPATIBLE
             return arrival
-        if arrival.remote is None:
-            return None
-        if len(arrival.remote.ranks) != self.transfer_tp_size:
-            logger.warning_once(
-                "pdkv: prefill has %d ranks and decode %d; their requests take the stock protocol, whose failures are "
-                "noticed later.", len(arrival.remote.ranks), self.transfer_tp_size,
-            )  # fmt: skip
+        if takes_stock_way or arrival.remote is None:
             return None
         if request.abort_immediately:  # refused before it was a request, and made of one token only to be aborted
             arrival.num_tokens = arrival.remote.num_tokens
         return arrival
+
+    def _takes_stock_way(self, remote: RemoteKV | None) -> bool:
+        if remote is not None and len(remote.ranks) != self.transfer_tp_size:
+            logger.warning_once(
+                "pdkv: prefill has %d ranks and decode %d; their requests take the stock protocol, whose failures are "
+                "noticed later.", len(remote.ranks), self.transfer_tp_size,
+            )  # fmt: skip
+            return True
+        return remote is None
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._recompute and request.request_id in self._failed:
