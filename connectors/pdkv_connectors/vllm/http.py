@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -79,9 +80,21 @@ def remote_prefill_params(body: bytes) -> dict[str, Any] | None:
         return None
     try:
         params = msgspec.json.decode(body, type=_Body).kv_transfer_params
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except msgspec.ValidationError:
         return None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        params = _read_as_vllm(body)
     return params if params and params.get("do_remote_prefill") else None
+
+
+def _read_as_vllm(body: bytes) -> dict[str, Any] | None:
+    """By Python's parser, which takes what is no JSON: NaN, for one, which would else lead past admission."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    params = found.get("kv_transfer_params") if isinstance(found, dict) else None
+    return params if isinstance(params, dict) else None
 
 
 class DecodeAdmission:

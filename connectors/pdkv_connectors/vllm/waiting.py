@@ -43,7 +43,7 @@ def key_of(params: Mapping[str, Any]) -> str:
         name = f"{reference.get('engine')}/{reference.get('request_id')}/{reference.get('serial')}"
     else:  # of a connector that is not known here
         name = json.dumps(params, sort_keys=True, default=str)
-    return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
 
 def _reference(params: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -279,6 +279,17 @@ def test_what_is_no_remote_prefill_is_left_to_the_engine(given: bytes) -> None:
     assert remote_prefill_params(given) is None
 
 
+@pytest.mark.parametrize(
+    "more",
+    [b', "valid_s": NaN', b', "remote_request_id": "\\ud800"'],
+    ids=["no_number", "half_a_character"],
+)
+def test_parameters_that_only_pythons_parser_takes_are_seen_as_vllm_sees_them(more: bytes) -> None:
+    found = remote_prefill_params(b'{"prompt": "p", "kv_transfer_params": {"do_remote_prefill": true%s}}' % more)
+    assert found is not None
+    assert key_of(found)
+
+
 class Failing(Decode):
     """Answers as vLLM does where a request ended with an error."""
 
