@@ -4,9 +4,10 @@
 
 P is a process of its own, D is this one. Both have a real side channel (ZeroMQ), a real transport and a session with
 its thread; between requests both sleep. A request's time begins when it reaches D, with its blocks allocated. Its first
-byte is there when D's session looks at the transfer and finds it changed; the request is loaded when D's engine knows
-that the lease lived and that its one block of 32 layers is there. The first byte has a target over the transport that
-`auto` takes on one host. At last P is stopped (SIGSTOP) while D reads over tcp,
+byte is there when D's session, having looked after the transfer, finds it changed; so that it is found before all the
+others are there too, ipc's steps are of 64 KiB for that. In requests of their own, with ipc's own steps, the time is
+taken until D's engine knows that the lease lived and that the one block of 32 layers is there. The first byte has a
+target over the transport that `auto` takes on one host. At last P is stopped (SIGSTOP) while D reads over tcp,
 where nothing moves without P: what D's session takes of a core, and how often it looks, show that polling backs off.
 Exits with 1 where a target is missed.
 """
@@ -33,6 +34,7 @@ from _transfer_rows import HEADINGS, Row, reference, within
 from pdkv.testing.child import Child
 from pdkv.transfer import BlockRun, Reference, Session
 from pdkv.transfer.actions import Loaded
+from pdkv_connectors.ipc import host_mover
 
 ROOT = Path(__file__).parents[1]
 OWNER = Path(__file__).parent / "_session_owner.py"
@@ -43,6 +45,7 @@ IDLE_CORES = 0.02
 #: While a transfer stands still: the mean pause between two looks in seconds, and what looking may take of a core.
 SHORTEST_REST_S, STILL_CORES = 0.9e-3, 0.2
 TCP = {"UCX_TLS": "tcp"}
+SMALL_STEP_NBYTES, OWN_STEP_NBYTES = 64 << 10, host_mover.STEP_NBYTES
 #: Between two requests, so that both sides sleep.
 REST_S = 0.02
 DEADLINE_S = 10.0
@@ -128,16 +131,17 @@ def waiting_rows(transport: str, quick: bool) -> list[Row]:
     with start_owner(transport) as owner:
         decode = Decode(make_session(transport, "D", "decode", peers=owner.ask("address")))
         times = []
-        for number in range(60 if quick else 500):
+        for number in range(120 if quick else 1000):
             # Another block each time: P has not heard yet that D is done with the last one.
             params = owner.ask("offer", request_id=f"r{number}", blocks=[1 + number % 60])
+            host_mover.STEP_NBYTES = SMALL_STEP_NBYTES if number % 2 else OWN_STEP_NBYTES
             time.sleep(REST_S)
             times.append(decode.load(f"r{number}", params))
         theirs = owner.ask("idle_cores", seconds=rest_s)
         ours = cores(rest_s)
         decode.session.close()
-    (_, first), later = times[0], times[5:]
-    bytes_s, loaded_s = zip(*later, strict=True)
+    first = times[0][1]
+    bytes_s, loaded_s = [seen for seen, _ in times[11::2]], [loaded for _, loaded in times[10::2]]
     title = f"{transport}: first byte after a request reaches an idle D"
     return [
         Row(f"{transport}: first request, handshake and connection included", first),

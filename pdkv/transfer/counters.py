@@ -7,6 +7,7 @@ metrics exporter, is told of each count; when it raises, that is counted too and
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable
 
@@ -22,10 +23,12 @@ class Counters:
     def __init__(self, observer: Observer | None = None) -> None:
         self._observer = observer
         self._totals: Counter[str] = Counter()
+        self._lock = threading.Lock()  # several threads may count the same
 
     def count(self, name: str, amount: int = 1) -> None:
         """Add to a total and tell the observer, whose failures never reach the caller."""
-        self._totals[name] += amount
+        with self._lock:
+            self._totals[name] += amount
         if self._observer is None:
             return
         try:

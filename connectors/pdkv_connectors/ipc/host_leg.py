@@ -68,6 +68,7 @@ class HostLeg:
         self._num_blocks = num_blocks
         self._inverses = inverses
         self._keys: npt.NDArray[np.uint32] | None = None
+        self._offsets = np.array((leg.source_offsets, leg.destination_offsets, leg.sum_offsets), np.int64)
         steps = {
             (b - a, d - c) for (a, c), (b, d) in pairwise(zip(leg.destination_offsets, leg.sum_offsets, strict=True))
         }
@@ -96,12 +97,12 @@ class HostLeg:
         Where a unit is wrong, it and others have been written all the same, to blocks that their request then does not
         get.
         """
-        leg, part = self.leg, slice(layers.start, layers.stop)
-        from_, to = source.places(leg.source_offsets[part]), destination.places(leg.destination_offsets[part])
+        from_, to, table = self._offsets[:, layers.start : layers.stop]
+        from_, to = from_ + source.address, to + destination.address
         if sums is None:
             self._compiled.copy(from_, to, units, streams=streams)
             return None
-        return self._compiled.copy_and_check(from_, to, sums.places(leg.sum_offsets[part]), units, streams=streams)
+        return self._compiled.copy_and_check(from_, to, table + sums.address, units, streams=streams)
 
     def offsets(self, ids: Ids) -> UnitOffsets:
         """What :meth:`move` takes, for the units of the source and of the destination, int32 ``[2, units]``."""

@@ -59,18 +59,17 @@ class UnitKernel:
             source_units, destination_units: ``[units]``, ``block * units of a block + unit`` of either side.
         """
         plan, source, target = self._plan, self._plan.source, self._plan.destination
-        blocks, unit = np.divmod(source_units.astype(np.int64), plan.source_units)
-        to_blocks, to_unit = np.divmod(destination_units.astype(np.int64), plan.destination_units)
+        blocks, unit = _split(source_units, plan.source_units)
+        to_blocks, to_unit = _split(destination_units, plan.destination_units)
         in_page = unit * (plan.unit * source.state_stride) + plan.first_source_byte
         to_in_page = to_unit * (plan.unit * target.state_stride) + plan.first_destination_byte
         # The table is [block][H][N / G], and keys lie as the words of a page do.
-        granules = blocks * source.sums + plan.heads.source * source.granules
-        granules += unit * (plan.unit // granule_states(source.num_states))
+        in_sums = unit * (plan.unit // granule_states(source.num_states)) + plan.heads.source * source.granules
         return UnitOffsets(
             blocks * source.block_stride + in_page,
             to_blocks * target.block_stride + to_in_page,
-            in_page,
-            granules * WORD_NBYTES,
+            np.full(len(blocks), in_page) if isinstance(in_page, int) else in_page,
+            blocks * (source.sums * WORD_NBYTES) + in_sums * WORD_NBYTES,
         )
 
     def copy(self, source: Numbers, destination: Numbers, units: UnitOffsets, *, streams: bool) -> None:
@@ -141,6 +140,13 @@ def taken_pages(plan: PagePlan) -> PagePlan:
         count, plan.unit, content, plan.unit * content, content, count * plan.unit * content, plan.source.dtype
     )
     return PagePlan(plan.source, array, HeadSlice(count, source=plan.heads.source), plan.unit, quantize=False)
+
+
+def _split(ids: Units, units: int) -> tuple[Numbers, Numbers | int]:
+    """The block of each unit, and its place there: 0, without dividing, where a block is one unit."""
+    if units == 1:
+        return ids.astype(np.int64), 0
+    return np.divmod(ids.astype(np.int64), units)
 
 
 def _of_layers(bases: Numbers, offsets: Numbers) -> Numbers:

@@ -29,7 +29,7 @@ class SideChannel:
 
     Args:
         engine_id: of this engine (one per rank, new at each start).
-        counters: counted in by the channel's own thread; none of an endpoint's.
+        counters: counted in by whichever thread sends or receives; none of an endpoint's.
 
     Raises:
         ConfigError: the settings are unsafe or contradictory, or the address cannot be listened on.
