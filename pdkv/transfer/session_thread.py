@@ -66,8 +66,9 @@ class SessionThread:
         """Go on from what another thread has found; nothing where the thread has been closed."""
         if threading.current_thread() is self._thread:
             return
+        # Noted also where it looks soon enough by itself: it would pause as before afterwards.
+        self._is_news = True
         if time.monotonic() + _wait_s(turn, SHORTEST_PAUSE_S) < self._wakes_at:
-            self._is_news = True
             self._signal.set()
 
     def instead(self, turn: Callable[[], Turn | None]) -> bool:
