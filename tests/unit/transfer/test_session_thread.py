@@ -261,6 +261,33 @@ def test_transfers_are_looked_at_soon_again_after_news_and_then_less_and_less_of
     assert min(pauses) < 30e-6
 
 
+def test_news_counts_also_where_the_thread_is_about_to_look_by_itself() -> None:
+    pauses: list[float] = []
+    enough = threading.Event()
+    message = Signal()
+    running = Turn(worked=False, polls=True, serves=False, due_in_s=None)
+    news = Turn(worked=True, polls=True, serves=False, due_in_s=None)
+
+    class Recording(SessionThread):
+        def _wait(self, wait_s: float) -> None:
+            pauses.append(wait_s)
+            if len(pauses) == 40:
+                self._wakes_at = time.monotonic()  # its pause is over, and the system has yet to let it go on
+                teller = threading.Thread(target=self.wake, args=(news,))
+                teller.start()
+                teller.join(DEADLINE_S)
+            elif len(pauses) > 41:
+                enough.set()
+                super()._wait(wait_s)
+
+    thread = Recording(lambda: running, message.fileno())
+    assert enough.wait(DEADLINE_S)
+    thread.close(DEADLINE_S)
+    message.close()
+    assert pauses[39] == LONGEST_PAUSE_S
+    assert pauses[40] < 30e-6
+
+
 def test_a_wake_after_the_end_leaves_the_file_alone_that_has_the_descriptor_now() -> None:
     message = Signal()
     thread = SessionThread(lambda: NOTHING, message.fileno())
