@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from pdkv.errors import TransportError
 from pdkv_connectors.ipc.board import PeerBoard
 from pdkv_connectors.ipc.columns import BlockColumns, Ids
 from pdkv_connectors.ipc.legs import Leg
@@ -179,10 +180,10 @@ class HostRoute(Route):
 
         super().__init__(between)
         self._cache = cache
-        # Made once: three tensors would take as long as the copy of a block.
-        self._own = side(cache.address, cache.raw_tensor())
-        self._imported = imported(CACHE)
-        self._sums = imported(SUMS) if between.verify else None
+        # Made once: three tensors would take as long as the copy of a block. They keep this route alive, by its link,
+        # and the cache's addresses; so close() drops them.
+        sums = imported(SUMS) if between.verify else None
+        self._sides: Sides | None = (imported(CACHE), side(cache.address, cache.raw_tensor()), sums)
         alike = first_difference(self.source, self.destination) is None
         as_is = alike and all(leg.plan.takes_all_heads for group in self.legs for leg in group)
         self._by_slices = as_is and kernels is None
@@ -198,7 +199,13 @@ class HostRoute(Route):
             (leg, np.stack((part.source, part.destination))) for part in columns for leg in self._ready[part.group]
         ]
         slices = self._slices(columns) if self._by_slices else None
-        return HostCopy(self._imported, self._own, self._sums, slices, jobs)
+        if self._sides is None:
+            raise TransportError("the peer has been let go of; handshake with it again.")
+        return HostCopy(*self._sides, slices, jobs)
+
+    def close(self) -> None:
+        super().close()
+        self._sides = None
 
     def _slices(self, columns: Sequence[BlockColumns]) -> Slices:
         from pdkv.transfer.runs import copies_for
@@ -216,5 +223,7 @@ class HostRoute(Route):
 
 
 if TYPE_CHECKING:
-    from pdkv_connectors.ipc.host_leg import HostLeg
+    from pdkv_connectors.ipc.host_leg import HostLeg, HostSide
     from pdkv_connectors.ipc.host_mover import Slices
+
+    Sides = tuple[HostSide, HostSide, HostSide | None]  # the peer's cache, this one, the peer's sums

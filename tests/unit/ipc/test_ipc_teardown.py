@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -33,6 +35,25 @@ class Gate:
         self.entered.set()
         assert self.opened.wait(DEADLINE_S)
         return self._function(*arguments)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_nothing_is_kept_of_a_peer_that_was_left(compiled: bool) -> None:
+    p, d = (TransportSide(lambda: IpcTransport(compiled=compiled)) for _ in range(2))
+    for name, side in (("P", p), ("D", d)):
+        side.do_open()
+        side.do_build(8192)
+        side.do_register(name, 1)
+    d.do_connect("P", 1, p.do_describe())
+    route = weakref.ref(d.transport._connections.get(EngineRef("P", 1)).link)
+    assert route() is not None
+    d.transport.disconnect("P")
+    gc.collect()
+    assert route() is None
+    for side in (d, p):
+        side.do_close()
+        side.do_release()
+        side.do_finish()
 
 
 @pytest.mark.parametrize("compiled", [True, False])
