@@ -94,11 +94,8 @@ def units(cache: GrowableKVCache, tokens: int) -> list[torch.Tensor]:
     return [v.unflatten(2, (-1, tokens)).transpose(1, 2).flatten(0, 1) for v in cache.views().values()]
 
 
-@pytest.mark.parametrize("layouts", [("LBHNC", "LBNHC"), ("LBNHC", "BLHNC"), ("BLNHC", "LBHNC")])
-@pytest.mark.parametrize(("there", "here"), [(16, 64), (64, 16), (16, 16), (32, 16)])
-def test_block_sizes_and_layouts_are_converted(bench: Bench, there: int, here: int, layouts: tuple[str, str]) -> None:
-    source = bench.cache(tokens=there, layout=layouts[0])
-    destination = bench.cache(tokens=here, layout=layouts[1])
+def require_units_of_16_are_moved(bench: Bench, source: GrowableKVCache, destination: GrowableKVCache) -> None:
+    """Read some units of 16 tokens; they hold what the source's do, and all others what they held."""
     before = [layer.clone() for layer in units(destination, 16)]
     pairs = [(5, 20), (0, 3), (21, 2), (22, 1), (7, 23)]
     bench.read(source, destination, pairs)
@@ -106,6 +103,14 @@ def test_block_sizes_and_layouts_are_converted(bench: Bench, there: int, here: i
         for from_, to in pairs:
             old[to] = wanted[from_]
         assert torch.equal(found, old)
+
+
+@pytest.mark.parametrize("layouts", [("LBHNC", "LBNHC"), ("LBNHC", "BLHNC"), ("BLNHC", "LBHNC")])
+@pytest.mark.parametrize(("there", "here"), [(16, 64), (64, 16), (16, 16), (32, 16)])
+def test_block_sizes_and_layouts_are_converted(bench: Bench, there: int, here: int, layouts: tuple[str, str]) -> None:
+    source = bench.cache(tokens=there, layout=layouts[0])
+    destination = bench.cache(tokens=here, layout=layouts[1])
+    require_units_of_16_are_moved(bench, source, destination)
 
 
 def test_blocks_that_fit_as_they_are_are_verified_as_they_move_or_where_they_arrived_and_never_copied_again(
@@ -137,13 +142,7 @@ def test_what_takes_many_steps_is_whole_at_the_end(
     for name in ("STEP_NBYTES", "WORK_STEP_NBYTES"):
         monkeypatch.setattr(host_mover, name, nbytes)
     source, destination = bench.cache(), bench.cache(tokens=tokens)
-    before = [layer.clone() for layer in units(destination, 16)]
-    pairs = [(5, 20), (0, 3), (21, 2), (22, 1), (7, 23)]
-    bench.read(source, destination, pairs)
-    for wanted, found, old in zip(units(source, 16), units(destination, 16), before, strict=True):
-        for from_, to in pairs:
-            old[to] = wanted[from_]
-        assert torch.equal(found, old)
+    require_units_of_16_are_moved(bench, source, destination)
 
 
 @pytest.mark.parametrize(("heads", "layout"), [(8, "LBNHC"), (8, "LBHNC"), (4, "LBNHC")])
