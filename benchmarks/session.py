@@ -18,7 +18,6 @@ import argparse
 import ctypes
 import os
 import resource
-import signal
 import sys
 import tempfile
 import threading
@@ -32,6 +31,7 @@ from _session_owner import make_session
 from _transfer_rows import HEADINGS, Row, reference, within
 
 from pdkv.testing.child import Child
+from pdkv.testing.stopping import stopped
 from pdkv.transfer import BlockRun, Reference, Session
 from pdkv.transfer.actions import Loaded
 from pdkv_connectors.ipc import host_mover
@@ -166,16 +166,13 @@ def polling_rows(quick: bool) -> list[Row]:
         deadline = time.monotonic() + DEADLINE_S
         while decode.session.metrics()["transfers"] == 0 and time.monotonic() < deadline:
             time.sleep(1e-4)
-        owner.process.send_signal(signal.SIGSTOP)
-        try:
+        with stopped(owner.process.pid):
             time.sleep(REST_S)
             turns = decode.turns
             took = cores(rest_s)
             looks = (decode.turns - turns) / rest_s
             if not loading.is_alive() or decode.session.metrics()["transfers"] != 1:
                 raise SystemExit("session: the transfer was to stand still, and did not")
-        finally:
-            owner.process.send_signal(signal.SIGCONT)
         loading.join(DEADLINE_S)
         decode.session.close()
     return [

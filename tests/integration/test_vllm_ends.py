@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from ends_pair import BLOCK, LEASE_S, Pair, running_pair
+
+from pdkv.testing.stopping import stopped
 
 pytestmark = pytest.mark.vllm
 
@@ -172,12 +173,9 @@ def test_parameters_of_another_version_or_altered_fail_their_request_only(pair: 
 def test_a_prefill_that_stops_for_a_while_delays_its_requests_and_no_more(pair: Pair) -> None:
     prompt = pair.prompt(2 * BLOCK)
     transfer = pair.prefilled(prompt)
-    pair.prefill.process.send_signal(signal.SIGSTOP)
-    try:
+    with stopped(pair.prefill.process.pid):
         request_id = pair.submitted(prompt, transfer)
         assert pair.outcome(request_id, timeout_s=1) is None
-    finally:
-        pair.prefill.process.send_signal(signal.SIGCONT)
     assert pair.outcome(request_id)["reason"] == "length"
     assert pair.both_are_free()
 
@@ -185,11 +183,8 @@ def test_a_prefill_that_stops_for_a_while_delays_its_requests_and_no_more(pair: 
 def test_a_prefill_that_stops_for_long_fails_its_requests_and_is_free_of_them_when_it_goes_on(pair: Pair) -> None:
     prompt, other = pair.prompt(2 * BLOCK), pair.prompt(2 * BLOCK)
     transfer = pair.prefilled(prompt)
-    pair.prefill.process.send_signal(signal.SIGSTOP)
-    try:
+    with stopped(pair.prefill.process.pid):
         assert pair.outcome(pair.submitted(prompt, transfer))["reason"] == "error"
         assert pair.until("decode", "held_requests", value=0)
-    finally:
-        pair.prefill.process.send_signal(signal.SIGCONT)
     assert pair.both_are_free(timeout_s=LEASE_S)
     assert pair.run(other) == pair.alone(other)

@@ -25,6 +25,7 @@ from random_llama import make_random_llama, vocabulary
 from pdkv.launch import PDDeployment, PDSettings, read_status
 from pdkv.launch.guard import descendants
 from pdkv.launch.settings import ProxyLimits
+from pdkv.testing.stopping import stopped
 
 pytestmark = pytest.mark.vllm
 
@@ -245,9 +246,7 @@ async def test_a_lease_that_ran_out_while_decode_was_stopped_never_becomes_a_200
     prompt = [(5 * place) % 400 + 30 for place in range(200)]  # nothing of it is in decode's prefix cache
     async with client() as session:
         params = await prefilled(session, deployment.prefill_url, prompt)
-        for pid in decode:
-            os.kill(pid, signal.SIGSTOP)
-        try:
+        with stopped(*decode):
             late = asyncio.ensure_future(
                 ask(session, deployment.decode_url, prompt, kv_transfer_params=params, max_tokens=20)
             )
@@ -261,9 +260,6 @@ async def test_a_lease_that_ran_out_while_decode_was_stopped_never_becomes_a_200
                 await ask(
                     session, deployment.prefill_url, [(3 * number + k) % 400 + 20 for k in range(400)], max_tokens=1
                 )
-        finally:
-            for pid in decode:
-                os.kill(pid, signal.SIGCONT)
         answer = await late
         assert (answer.status, answer.body["error"]["failure"]) == (410, "lease_lost")
         await all_is_as_at_the_start(session, deployment)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +24,7 @@ from sleeping_pair import (
 )
 
 from pdkv.testing import CONNECTOR_CHECKS
+from pdkv.testing.stopping import stopped
 
 pytestmark = pytest.mark.vllm
 
@@ -213,18 +213,15 @@ def test_I10_a_reference_from_before_a_sleep_is_refused_while_prefill_sleeps_and
 def test_an_engine_with_a_stopped_peer_sleeps_wakes_and_serves_it_again(
     engines: Engines, reference: list[list[int]]
 ) -> None:
-    for sleeper, stopped in (engines, reversed(engines)):
+    for sleeper, peer in (engines, reversed(engines)):
         assert run_pd(engines) == reference
         wait_for(engines[0], "held", [])
         resident = sleeper.ask("memory")
-        stopped.process.send_signal(signal.SIGSTOP)
-        try:
+        with stopped(peer.process.pid):
             assert sleeper.ask("sleep") is None
             assert resident - sleeper.ask("memory") > 0.9 * 256 * 2**20
             assert sleeper.ask("wake") is None
             assert sleeper.ask("reload_weights") is None
-        finally:
-            stopped.process.send_signal(signal.SIGCONT)
         assert run_pd(engines) == reference
 
 
@@ -232,15 +229,12 @@ def test_a_lease_of_a_stopped_peer_refuses_sleep_until_it_has_ended(
     engines: Engines, reference: list[list[int]]
 ) -> None:
     prefill, decode = engines
-    decode.process.send_signal(signal.SIGSTOP)
-    try:
+    with stopped(decode.process.pid):
         prefill_only(prefill, PROMPTS[:1], new_ids())
         assert "LeasesHeldError" in prefill.ask("sleep")
         wait_for(prefill, "held", [])
         assert prefill.ask("sleep") is None
         assert prefill.ask("wake") is None
-    finally:
-        decode.process.send_signal(signal.SIGCONT)
     assert run_pd(engines) == reference
 
 

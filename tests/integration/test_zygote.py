@@ -13,6 +13,7 @@ from engine import VARIABLES, EngineProcess, free_port
 from zygote import Zygote
 
 from pdkv.testing.child import Child, ChildEnded, ChildProcess, Start
+from pdkv.testing.stopping import stopped
 
 pytestmark = pytest.mark.vllm
 
@@ -131,12 +132,11 @@ def test_what_a_program_raises_is_in_its_log_and_its_exit_status_is_1(tmp_path: 
 def test_a_killed_or_stopped_fork_is_known_by_its_signal_and_others_go_on(tmp_path: Path) -> None:
     with Fork(tmp_path, "a") as killed, Fork(tmp_path, "b") as other:
         killed.facts()
-        other.process.send_signal(signal.SIGSTOP)
-        killed.process.kill()
-        assert killed.process.wait(10) == -signal.SIGKILL
-        with pytest.raises(subprocess.TimeoutExpired):
-            other.process.wait(0.2)
-        other.process.send_signal(signal.SIGCONT)
+        with stopped(other.process.pid):
+            killed.process.kill()
+            assert killed.process.wait(10) == -signal.SIGKILL
+            with pytest.raises(subprocess.TimeoutExpired):
+                other.process.wait(0.2)
         other.facts()
         killed.process.kill()  # sends nothing: the id may be another process's by now
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pdkv.testing.child import Child
+from pdkv.testing.stopping import stop
 from pdkv.testing.transports.side import TransportSide
 from pdkv_connectors.ipc import IpcTransport
 
@@ -49,10 +50,8 @@ class Peer(Child):
         return int(self.ask("post", engine=other.name, generation=generation, pairs=named, reads=True))
 
     def stop(self) -> None:
-        """Let it run no more until it gets SIGCONT; it has stopped when this returns."""
-        self.process.send_signal(signal.SIGSTOP)
-        status = Path(f"/proc/{self.process.pid}/status")
-        until(status.read_text, lambda text: "State:\tT" in text)
+        """Let it run no more until it gets SIGCONT."""
+        stop(self.process.pid)
 
     def kill(self) -> None:
         """End it without a word."""

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from launched import DEADLINE_S, environment, launched, read_urls, run_to_end, started_pids, survivors
 
+from pdkv.testing.stopping import stop
+
 pytestmark = pytest.mark.cpu
 
 PD = ("prefill", "decode", "proxy")
@@ -177,7 +179,7 @@ def test_stopped_guards_do_not_keep_a_deployment_from_ending(model, pids):
         read_urls(process, PD)
         started = started_pids(pids)
         for guard in children(process.pid):
-            os.kill(guard, signal.SIGSTOP)
+            stop(guard)
         code, _ = run_to_end(process, signal.SIGTERM)
     assert (code, survivors(started)) == (0, set())
     assert len(list(pids.glob("sigterm-*"))) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdkv import lifecycle
 from pdkv.errors import LeasesHeldError
+from pdkv.testing.stopping import stop
 
 if TYPE_CHECKING:
     from pdkv.kvcache import GrowableKVCache
@@ -44,7 +46,10 @@ class EngineConnector:
 
     def _reaches(self, step: str) -> None:
         if self.strike is not None and self.strike.step == step:
-            os.kill(self.strike.pid, self.strike.signal)
+            if self.strike.signal == signal.SIGSTOP:
+                stop(self.strike.pid)
+            else:
+                os.kill(self.strike.pid, self.strike.signal)
             self.strike = None
 
     def refuse_transfers(self) -> None:

@@ -17,6 +17,7 @@ from pdkv.errors import HarnessError
 from pdkv.testing.child import Child, ChildEnded
 from pdkv.testing.faults.processes.proxy import FaultProxy
 from pdkv.testing.faults.processes.toy import true_token
+from pdkv.testing.stopping import stop
 
 #: Every deadline of the engines has passed several times by then, on a busy machine too.
 PATIENCE_S = 60.0
@@ -128,7 +129,7 @@ class Deployment:
 
     def stop(self, side: str) -> None:
         """SIGSTOP."""
-        os.kill(self._engine(side).process.pid, signal.SIGSTOP)
+        stop(self._engine(side).process.pid)
         self.was_stopped(side)
 
     def was_stopped(self, side: str) -> None:
