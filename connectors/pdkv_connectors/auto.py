@@ -258,7 +258,8 @@ class AutoTransport(Transport):
         return self._kept(self._transport_of(peer).write(peer, pairs))
 
     def fences_reads(self, peer: EngineRef) -> bool:
-        return self._transport_of(peer).fences_reads(peer)
+        choice = self._choices.get(peer.engine_id)
+        return choice is not None and self._registered[choice.transport].fences_reads(peer)
 
     def progress(self) -> None:
         for transport in self._registered.values():

@@ -95,6 +95,8 @@ class TransportBase(Transport, Generic[L]):
     can_read = True
     can_write = True
     converts = False
+    #: Whether READs from every peer that is connected are fenced, as :meth:`Transport.fences_reads` means it.
+    fences = False
 
     def __init__(self) -> None:
         self.engine: EngineRef | None = None
@@ -217,6 +219,10 @@ class TransportBase(Transport, Generic[L]):
 
     def write(self, peer: EngineRef, pairs: Sequence[BlockPair]) -> Transfer:
         return self._post(peer, pairs, reads=False)
+
+    def fences_reads(self, peer: EngineRef) -> bool:
+        known = self._connections.find(peer.engine_id)
+        return self.fences and known is not None and known.peer == peer
 
     def describe_state(self) -> dict[str, Any]:
         geometry = self.geometry

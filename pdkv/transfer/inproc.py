@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import count
+from threading import Lock
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -32,11 +33,16 @@ class InprocTransport(TransportBase[str]):
     """
 
     name = "inproc"
+    #: Each poll looks first whether the peer is still registered, and keeps it so until it has moved what it moves;
+    #: nothing moves between polls.
+    fences = True
 
     def __init__(self, *, copies_per_poll: int | None = None) -> None:
         super().__init__()
         self.copies_per_poll = copies_per_poll
         self._key = ""
+        #: Held by whoever moves bytes of the registered cache, which may be another thread's peer, or takes it back.
+        self.registration_lock = Lock()
 
     @staticmethod
     def find(key: str) -> InprocTransport:
@@ -55,7 +61,8 @@ class InprocTransport(TransportBase[str]):
         _registered[self._key] = self
 
     def _do_unregister(self) -> None:
-        _registered.pop(self._key, None)
+        with self.registration_lock:
+            _registered.pop(self._key, None)
 
     def _do_describe(self) -> bytes:
         return self._key.encode()
@@ -69,10 +76,6 @@ class InprocTransport(TransportBase[str]):
 
     def _do_disconnect(self, connection: Connection[str]) -> None:
         return
-
-    def fences_reads(self, peer: EngineRef) -> bool:
-        """Each poll looks first whether the peer is still registered, and nothing moves between polls."""
-        return True
 
     def _do_post(self, connection: Connection[str], pairs: Sequence[BlockPair], *, reads: bool) -> PostedTransfer:
         from pdkv.transfer.runs import copies_for
@@ -101,9 +104,15 @@ class _InprocTransfer(PostedTransfer):
     def _look(self) -> TransferState:
         try:
             peer = self._mine.find(self.connection.link)
+            with peer.registration_lock:
+                self._mine.find(self.connection.link)  # who held the lock may have been taking it back
+                return self._move(peer)
         except TransportError as error:
             self.reason = str(error)
             return TransferState.FAILED
+
+    def _move(self, peer: InprocTransport) -> TransferState:
+        """What one poll moves. The peer stays registered meanwhile."""
         caches = [self._mine.cache, peer.cache]
         if caches[0] is None or caches[1] is None:
             self.reason = "the cache is not registered any more"

@@ -190,7 +190,10 @@ class Transport(ABC):
 
         Two things are needed. The owner's side itself keeps a READ from what it has taken back, before a byte of it
         moves (I10), so that nobody need have asked it. And nothing but this side keeps a READ from ending, so that one
-        from an owner that is gone or hangs leaves no blocks in quarantine. False where it is not known.
+        from an owner that is gone or hangs leaves no blocks in quarantine. False where it is not known, as of a peer
+        that is not connected in just this generation; raises nothing.
+
+        While the peer is connected the answer stays the same, whatever the peer does meanwhile: it is asked for once.
         """
         return False
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 import pytest
-import wrong_registrations  # noqa: F401 - it registers more of them
+import wrong_fences  # noqa: F401 - it registers more of them, as the next does
+import wrong_registrations  # noqa: F401
 from wrong_transport import WRONG, Wrong, caught_by
 
 from pdkv.errors import GeometryError, PdkvError, ProtocolError, StaleGenerationError, StateError, TransportError
 from pdkv.kvcache import GrowableKVCache
+from pdkv.memory import HostDriver
 from pdkv.testing import TRANSPORT_CHECKS, BrokenRuleError, TransportBench, check_transport, run_transport_check
+from pdkv.testing.transports import fencing
+from pdkv.testing.transports.bench import SCATTERED
 from pdkv.transfer.base import PostedTransfer
 from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.checks import Connection
@@ -273,13 +278,41 @@ class LeavesAFileOpen(Wrong):
 
 
 @pytest.mark.parametrize(("rule", "transport"), WRONG, ids=[transport.__name__ for _, transport in WRONG])
-def test_wrong_transport_is_caught_by_the_rule_it_breaks(rule: str, transport: type[Wrong]) -> None:
+def test_wrong_transport_is_caught_by_the_rule_it_breaks(
+    rule: str, transport: type[Wrong], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fencing, "ENDS_WITHIN_S", 0.1)  # some never end, and are waited for
     with pytest.raises(BrokenRuleError, match=f"^{rule}: "), TransportBench(transport) as bench:
         run_transport_check(rule, bench)
 
 
 def test_every_rule_has_a_wrong_transport_that_breaks_it() -> None:
     assert {rule for rule, _ in WRONG} == set(TRANSPORT_CHECKS)
+
+
+def test_inproc_takes_memory_back_when_a_peer_of_another_thread_has_made_its_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copied, go_on = threading.Event(), threading.Event()
+
+    def wait(driver: HostDriver) -> None:
+        copied.set()
+        assert go_on.wait(20)
+
+    with TransportBench(InprocTransport) as bench:
+        bench.open()
+        bench.meet()
+        number = bench.post(SCATTERED)
+        monkeypatch.setattr(HostDriver, "synchronize", wait)  # a poll's last act
+        with bench.meanwhile(bench.d, "poll", number=number) as polled:
+            assert copied.wait(20)
+            with bench.meanwhile(bench.p, "unregister") as unregistered:
+                with pytest.raises(TimeoutError):
+                    unregistered.result(0.2)
+                go_on.set()
+            assert unregistered.result() is None
+            assert polled.result() == "done"
+        bench.finish()
 
 
 def test_check_transport_runs_every_rule_and_names_the_one_that_broke() -> None:

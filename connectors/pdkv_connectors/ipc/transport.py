@@ -74,6 +74,10 @@ class IpcTransport(TransportBase[Route]):
     name = "ipc"
     can_write = False
     converts = True
+    #: P closes its link before it takes memory back, and each step of a READ looks whether that is open. Bytes are
+    #: moved by this side alone, on the host within :meth:`IpcTransfer.poll`; what waits for P's word that blocks are
+    #: complete moves nothing, and can be abandoned.
+    fences = True
 
     def __init__(
         self,
@@ -121,14 +125,6 @@ class IpcTransport(TransportBase[Route]):
         self.require_process()
         if self._offers is not None:
             self._offers.withdraw(block_ids)
-
-    def fences_reads(self, peer: EngineRef) -> bool:
-        """P closes its link before it takes memory back, and each step of a READ looks whether that is open.
-
-        Bytes are moved by this side alone, on the host within :meth:`IpcTransfer.poll`; what waits for P's word that
-        blocks are complete moves nothing, and can be abandoned.
-        """
-        return True
 
     @property
     def num_offers_pending(self) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -127,13 +129,13 @@ class TransportBench:
 
     def build(self, side: Side, seed: int, **shape: Any) -> None:
         """A cache filled with noise."""
-        side.ask("build", page_nbytes=self._page_nbytes, **shape)
+        side.ask("build", **{"page_nbytes": self._page_nbytes, **shape})
         side.ask("fill", seed=seed)
 
-    def meet(self, groups: list[list[str]] | None = None) -> None:
+    def meet(self, groups: list[list[str]] | None = None, **shape: Any) -> None:
         """Caches on both sides (P's of seed 1, D's of seed 2), registered in generation 1; D knows P, and P knows D."""
         for side, name, seed in ((self.p, "P", 1), (self.d, "D", 2)):
-            self.build(side, seed)
+            self.build(side, seed, **shape)
             side.ask("register", engine=name, generation=1, groups=groups)
         self.introduce()
 
@@ -141,6 +143,28 @@ class TransportBench:
         """Each is told of the other."""
         self.d.ask("connect", engine="P", generation=p_generation, metadata=self.p.ask("describe"))
         self.p.ask("connect", engine="D", generation=1, metadata=self.d.ask("describe"))
+
+    @property
+    def large_page_nbytes(self) -> int:
+        """Bytes of a page for a cache whose 40 blocks in three layers take 11 MiB or more."""
+        return self._page_nbytes * (65 if self._page_nbytes < 65_536 else 1)
+
+    @contextmanager
+    def meanwhile(self, side: Side, do: str, **arguments: Any) -> Iterator[Future[Any]]:
+        """What a side answers to a command that it works on while the block runs, which asks it for nothing else."""
+        with ThreadPoolExecutor(1) as thread:
+            yield thread.submit(side.ask, do, **arguments)
+
+    @contextmanager
+    def hanging(self, side: Side) -> Iterator[None]:
+        """A side that does nothing by itself: its process is stopped, and in this one nobody calls it."""
+        if isinstance(side, RemoteSide):
+            side.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            if isinstance(side, RemoteSide):
+                side.process.send_signal(signal.SIGCONT)
 
     def renew(self) -> None:
         """P in generation 2, of which D knows: other contents (seed 3) in new memory; D's are as they were."""

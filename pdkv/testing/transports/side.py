@@ -128,6 +128,21 @@ class TransportSide:
             self._put(view[block], bytes([value]) * _nbytes(view[block]))
         self._driver.synchronize()
 
+    def do_mark_all(self, value: int) -> None:
+        """Make every byte of every block `value`."""
+        for block in range(self.cache.num_committed_blocks):
+            self.do_mark(block, value)
+
+    def do_stained(self, value: int) -> list[list[int]]:
+        """``[layer, block]`` of each block that holds a byte which is `value`."""
+        self._driver.synchronize()
+        return [
+            [index, block]
+            for index, view in enumerate(self._views())
+            for block in range(self.cache.num_committed_blocks)
+            if value in self._get(view[block])
+        ]
+
     def do_is_marked(self, block: int, value: int) -> bool:
         self._driver.synchronize()
         return all(self._get(view[block]) == bytes([value]) * _nbytes(view[block]) for view in self._views())
@@ -198,6 +213,9 @@ class TransportSide:
     def do_abandon(self, number: int) -> bool:
         return self._transfers[number].abandon()
 
+    def do_fences_reads(self, engine: str, generation: int) -> bool:
+        return self.transport.fences_reads(EngineRef(engine, generation))
+
     def do_offer(self, blocks: list[int]) -> None:
         """Offer blocks; they are summed when this returns."""
         self.transport.offer(blocks)
@@ -230,7 +248,7 @@ def expected(seed: int, layer: int, block: int, nbytes: int) -> bytes:
     import numpy as np
 
     # Small whole numbers: any bytes would do, were some not NaNs, which a copy through a float type may change.
-    noise = np.random.default_rng([seed, layer, block]).integers(0, 64, nbytes, dtype=np.uint8)
+    noise = np.frombuffer(np.random.default_rng([seed, layer, block]).bytes(nbytes), np.uint8) & 63
     return noise.tobytes()
 
 

@@ -49,6 +49,9 @@ class CheckedInproc(CheckingTransport[str], InprocTransport):
         questions: what was asked.
     """
 
+    #: The owner's sums are made in the thread of whoever asks, also while the owner takes its memory back in its own.
+    fences = False
+
     def __init__(self, *, copies_per_poll: int | None = None, clock: Clock | None = None) -> None:
         super().__init__(verify=True, clock=clock)
         self.copies_per_poll = copies_per_poll
