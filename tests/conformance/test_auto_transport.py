@@ -176,6 +176,19 @@ def test_it_converts_as_long_as_there_is_a_transport_that_does(caches: Caches) -
     assert not gone.converts
 
 
+@pytest.mark.parametrize("busy", ["ipc", "nixl", None])
+def test_it_needs_progress_while_one_of_its_transports_does(caches: Caches, busy: str | None) -> None:
+    class Busy(InprocTransport):
+        needs_progress = True
+
+    transport = AutoTransport({**ALL, **({busy: Busy} if busy else {})})
+    assert not transport.needs_progress
+    transport.register(caches[0], P)
+    assert transport.needs_progress is (busy is not None)
+    transport.unregister()
+    assert not transport.needs_progress
+
+
 def test_heads_are_asked_of_the_transport_that_can_take_them_and_else_the_peer_is_refused(caches: Caches) -> None:
     asked = []
 

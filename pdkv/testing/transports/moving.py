@@ -38,11 +38,14 @@ def moves_exactly_the_named_blocks(bench: TransportBench) -> None:
 
 @check
 def moves_layers_of_the_named_group_only(bench: TransportBench) -> None:
-    bench.meet(groups=[["layer.0", "layer.2"], ["layer.1"]])
+    groups = [0, 1, 3], [2]
+    bench.meet(groups=[[f"layer.{layer}" for layer in layers] for layers in groups], layers=4)
     reads = ways(bench)[0]
-    pairs = [(1, 7, 8), (1, 8, 9)]
-    bench.move(pairs, reads=reads)
-    bench.require_moved(pairs, layers=[1])
+    for group, layers in enumerate(groups):
+        bench.d.ask("fill", seed=2)
+        pairs = [(group, 7, 8), (group, 8, 9)]
+        bench.move(pairs, reads=reads)
+        bench.require_moved(pairs, layers=layers)
     with refused("a group that is not there", ProtocolError):
         bench.post([(2, 1, 1)], reads=reads)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pdkv.errors import GeometryError, ProtocolError, TransportError
-from pdkv.kvcache import GrowableKVCache, Interior, KVCacheConfig, KVCacheLayout, PageSpec
+from pdkv.kvcache import GrowableKVCache, Interior, KVCacheConfig, KVCacheLayout, KVCacheTensor, PageSpec
 from pdkv.memory import HostDriver
 from pdkv.transfer.messages import EngineRef
 from pdkv.transfer.shards import HeadSlice
@@ -49,9 +49,14 @@ class Bench:
     ) -> GrowableKVCache:
         item = 1 if dtype == "float8_e4m3fn" else 2
         spec = PageSpec(heads, tokens, 2 * HEAD_SIZE * item, tokens, dtype, interior=interior)
-        config = KVCacheConfig.uniform([f"layer.{n}" for n in range(LAYERS)], spec, blocks, KVCacheLayout[layout])
+        return self.filled(
+            KVCacheConfig.uniform([f"layer.{n}" for n in range(LAYERS)], spec, blocks, KVCacheLayout[layout])
+        )
+
+    def filled(self, config: KVCacheConfig) -> GrowableKVCache:
+        """All blocks of it, with noise."""
         cache = self._stack.enter_context(GrowableKVCache(config, self.driver))
-        cache.commit(blocks)
+        cache.commit(config.num_blocks)
         for view in cache.views().values():
             view.copy_(torch.randn(view.shape).to(view.dtype))
         return cache
@@ -103,6 +108,25 @@ def require_units_of_16_are_moved(bench: Bench, source: GrowableKVCache, destina
         for from_, to in pairs:
             old[to] = wanted[from_]
         assert torch.equal(found, old)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "places"),
+    [((32, 64, 32, 64, 32), (0, 1, 2, 3, 4)), ((32, 32, 32), (2, 1, 0))],
+    ids=["two sizes in turns", "descending"],
+)
+def test_layers_are_checked_against_their_own_sums_however_they_lie(
+    bench: Bench, sizes: tuple[int, ...], places: tuple[int, ...]
+) -> None:
+    """Sums are looked up for several layers at once only where the layers, and their sums, lie at equal steps."""
+    specs = {f"layer.{number}": PageSpec(2, 16, nbytes, 16, "bfloat16") for number, nbytes in enumerate(sizes)}
+    room = 24 * max(page.page_bytes for page in specs.values())
+    tensors = [
+        KVCacheTensor(room * len(specs), (name,), room, specs[name].page_bytes, place * room)
+        for name, place in zip(specs, places, strict=True)
+    ]
+    config = KVCacheConfig(24, tuple(tensors), specs, KVCacheLayout.LBNHC)
+    require_units_of_16_are_moved(bench, bench.filled(config), bench.filled(config))
 
 
 @pytest.mark.parametrize("layouts", [("LBHNC", "LBNHC"), ("LBNHC", "BLHNC"), ("BLNHC", "LBHNC")])
