@@ -22,7 +22,7 @@ from pdkv.transfer.counters import Counters
 from pdkv.transfer.geometry import CacheGeometry
 from pdkv.transfer.messages import EngineRef
 from pdkv.transfer.transport import TransferState
-from pdkv_connectors import auto
+from pdkv_connectors.auto.description import Description
 from pdkv_connectors.checking import wire as sums
 from pdkv_connectors.checking.keeper import SumKeeper
 from pdkv_connectors.ipc import IpcTransport
@@ -81,7 +81,7 @@ class Descriptions:
         addresses = ipc.Address(1, "m", "n", KEY, True)
         self.seeds = [
             honest,
-            pack(auto._Own("host", uses)),
+            pack(Description("host", uses)),
             pack(nixl._Own("agent", b"metadata")),
             pack(ucx._Own("127.0.0.1", 5000, KEY)),
             pack(addresses),
@@ -91,7 +91,7 @@ class Descriptions:
     def run(self, frames: list[bytes]) -> None:
         for frame in frames:
             readers: tuple[Callable[[bytes], object], ...] = (
-                auto._decode,
+                Description.decode,
                 nixl.read_own,
                 ucx.read_own,
                 ipc.read_address,

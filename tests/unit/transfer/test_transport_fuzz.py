@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pdkv.errors import ProtocolError
 from pdkv.transfer.geometry import CacheGeometry
 from pdkv.transfer.messages import EngineRef
-from pdkv_connectors import auto
+from pdkv_connectors.auto.description import Description
 from pdkv_connectors.checking import wire as sums
 from pdkv_connectors.ipc import wire as ipc
 from pdkv_connectors.nixl import notes
@@ -55,7 +55,7 @@ UCX: dict[type, st.SearchStrategy[Any]] = {
     ucx_wire.Bye: st.builds(ucx_wire.Bye, texts),
 }
 READERS: dict[str, Callable[[bytes], object]] = {
-    "auto": auto._decode,
+    "auto": Description.decode,
     "nixl": nixl.read_own,
     "ucx": ucx.read_own,
     "ipc": ipc.read_address,
@@ -73,7 +73,7 @@ HONEST = [
         sums.Sums(bytes(24)),
         notes.Question(3, b"body", b"metadata"),
         notes.Answer(3, b"body"),
-        auto._Own("host", {"ipc": b"x"}),
+        Description("host", {"ipc": b"x"}),
         nixl._Own("agent", b"metadata"),
         ucx._Own("127.0.0.1", 5000, bytes(32)),
         ipc.Address(ipc.VERSION, "machine", "name", bytes(32), True),
