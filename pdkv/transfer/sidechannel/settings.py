@@ -23,7 +23,7 @@ class Limits:
         peer_messages: in ZeroMQ's queue of one peer, each way (its high-water mark).
         max_guests: peers that have connected to us.
         handshake_s: the most that a connection may take until it is open; then it is closed.
-        heartbeat_s: a connection on which nothing has arrived for three of these is closed.
+        keepalive_s: whole seconds; a connection whose other host answers nothing for three of these is closed.
         introduce_every_s: how often a peer that does not answer is introduced to again.
         refresh_every_s: how often the peer book is asked.
         warn_every_s: how often the same complaint is logged at most, and that a channel is insecure.
@@ -37,7 +37,7 @@ class Limits:
     peer_messages: int = 1024
     max_guests: int = 4096
     handshake_s: float = 2.0
-    heartbeat_s: float = 2.0
+    keepalive_s: int = 2
     introduce_every_s: float = 1.0
     refresh_every_s: float = 1.0
     warn_every_s: float = 60.0

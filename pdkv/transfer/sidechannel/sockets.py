@@ -15,6 +15,7 @@ Context = zmq.Context[Socket]
 
 LINGER_MS = 200  # for the last messages, when a channel is closed
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 1000
+KEEPALIVE_PROBES = 3
 WATCHED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_DISCONNECTED
@@ -84,8 +85,13 @@ def _socket(context: Context, kind: int, limits: Limits, *, ipv6: bool) -> Socke
         zmq.SNDTIMEO: 0,
         zmq.RCVTIMEO: 0,
         zmq.HANDSHAKE_IVL: round(1000 * limits.handshake_s),
-        zmq.HEARTBEAT_IVL: round(1000 * limits.heartbeat_s),
-        zmq.HEARTBEAT_TIMEOUT: round(3000 * limits.heartbeat_s),
+        # The kernel's, and not ZeroMQ's heartbeats: after a peer that has filled the queue and left, the next of these
+        # ends the process (libzmq 4.3.5, assertion `!_io_error` in stream_engine_base.cpp).
+        zmq.TCP_KEEPALIVE: 1,
+        zmq.TCP_KEEPALIVE_IDLE: limits.keepalive_s,
+        zmq.TCP_KEEPALIVE_INTVL: limits.keepalive_s,
+        zmq.TCP_KEEPALIVE_CNT: KEEPALIVE_PROBES,
+        zmq.TCP_MAXRT: 1000 * KEEPALIVE_PROBES * limits.keepalive_s,
     }
     for option, value in options.items():
         socket.setsockopt(option, value)
