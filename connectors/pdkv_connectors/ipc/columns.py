@@ -22,13 +22,14 @@ class BlockColumns(Sequence[BlockPair]):
     """The pairs ``(group, source[i], destination[i])``; what :meth:`Transport.read` takes soonest.
 
     Args:
-        source, destination: block ids, or ids of units where the two sides have blocks of different sizes.
+        source, destination: block ids, or ids of units where the two sides have blocks of different sizes; copied, so
+            that what is moved is what was checked.
         group: their KV-cache group.
     """
 
     def __init__(self, source: Numbers, destination: Numbers, group: int = 0) -> None:
-        self.source = np.asarray(source, np.int32)
-        self.destination = np.asarray(destination, np.int32)
+        self.source = np.array(source, np.int32)
+        self.destination = np.array(destination, np.int32)
         self.group = group
         if self.source.shape != self.destination.shape or self.source.ndim != 1:
             raise ValueError(

@@ -41,3 +41,13 @@ def test_a_destination_that_occurs_twice_is_refused(count: int) -> None:
 
 def test_no_pair_at_all_is_refused() -> None:
     assert not are_within(columns(0), 2, SOURCES, DESTINATIONS)
+
+
+@pytest.mark.parametrize("count", [2, FEW, FEW + 1, 200])
+def test_what_is_moved_is_what_was_checked_though_the_callers_arrays_are_used_again(count: int) -> None:
+    ids, places = np.arange(count, dtype=np.int32), np.arange(count, dtype=np.int32) + 7
+    part = BlockColumns(ids, places)
+    ids[:] = places[:] = 2_000_000_000  # those of the next step, say
+    assert are_within([part], 1, [400], [300])
+    assert part.source.tolist() == list(range(count))
+    assert part.destination.tolist() == list(range(7, count + 7))
