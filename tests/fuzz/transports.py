@@ -182,7 +182,7 @@ class IpcSocket:
             _give(theirs, frame, self._spare if len(frame) % 3 == 0 else None)
             link._on_message()
             with suppress(PdkvError):
-                link.ask_for(0, [1])
+                link.ask_for(0, (1,))
         link.close()
         theirs.close()
 

@@ -50,27 +50,25 @@ class Link:
                 "has ended; handshake again."
             )
 
-    def ask_for(self, group: int, blocks: Sequence[int]) -> list[int]:
-        """Have P finish and sum blocks; the tickets to look for in :meth:`answer`.
+    def ask_for(self, group: int, blocks: tuple[int, ...]) -> int | None:
+        """Have P finish and sum blocks, at most `wire.MAX_OFFERED_BLOCKS`; the ticket to look for in :meth:`answer`.
+
+        None where P has yet to take what it was asked before: ask again later. A P that hangs keeps nobody waiting.
 
         Raises:
             StaleGenerationError: P has gone.
         """
-        tickets = []
-        for first in range(0, len(blocks), wire.MAX_OFFERED_BLOCKS):
-            part = tuple(blocks[first : first + wire.MAX_OFFERED_BLOCKS])
-            self._next_ticket += 1
-            with self.lock:
-                self.require_open()
-                self._tickets[self._next_ticket] = None
-                try:
-                    wire.send(self._connection, wire.Offer(self._next_ticket, group, part))
-                except OSError as error:
-                    raise StaleGenerationError(
-                        f"engine {self._peer.engine_id!r} does not take messages: {error}"
-                    ) from error
-            tickets.append(self._next_ticket)
-        return tickets
+        with self.lock:
+            self.require_open()
+            ticket = self._next_ticket + 1
+            try:
+                if not wire.send_now(self._connection, wire.Offer(ticket, group, blocks)):
+                    return None
+            except OSError as error:
+                raise StaleGenerationError(f"engine {self._peer.engine_id!r} takes no messages: {error}") from error
+            self._next_ticket = ticket
+            self._tickets[ticket] = None
+        return ticket
 
     def answer(self, ticket: int) -> str | None:
         """What P said: "" where the blocks are ready, else why not; None as long as it has not answered."""

@@ -14,6 +14,7 @@ from pdkv.transfer.transport import TransferState
 from pdkv_connectors.ipc.columns import BlockColumns
 from pdkv_connectors.ipc.offers import SUM_TIMEOUT_S
 from pdkv_connectors.ipc.route import Route, Running
+from pdkv_connectors.ipc.wire import MAX_OFFERED_BLOCKS
 
 if TYPE_CHECKING:
     from pdkv_connectors.ipc.transport import IpcTransport
@@ -43,6 +44,7 @@ class IpcTransfer(PostedTransfer):
         super().__init__(transport, connection, self._route.nbytes(columns))
         self._columns = columns
         self._programs = programs
+        self._unasked: list[tuple[int, tuple[int, ...]]] = []  # blocks of a group that P is to be asked for
         self._tickets: list[int] = []
         self._running: Running | None = None
         self._canceled = False
@@ -62,8 +64,12 @@ class IpcTransfer(PostedTransfer):
                 return
         self._transport.counts["offers_asked"] += 1
         self._answer_by = self._clock.monotonic() + ANSWER_TIMEOUT_S
-        for group, blocks in missing:
-            self._tickets += link.ask_for(group, blocks)
+        self._unasked = [
+            (group, tuple(blocks[first : first + MAX_OFFERED_BLOCKS]))
+            for group, blocks in missing
+            for first in range(0, len(blocks), MAX_OFFERED_BLOCKS)
+        ]
+        self._ask()
 
     @property
     def moves_in_poll(self) -> bool:
@@ -120,23 +126,35 @@ class IpcTransfer(PostedTransfer):
             return TransferState.FAILED
         return TransferState.DONE
 
+    def _ask(self) -> None:
+        """Ask P for as much as it takes now."""
+        while self._unasked:
+            ticket = self._route.link.ask_for(*self._unasked[-1])
+            if ticket is None:
+                return
+            self._tickets.append(ticket)
+            self._unasked.pop()
+
     def _start_when_answered(self) -> bool:
         """Start once P has answered every ticket; where it said no, :attr:`reason` is set."""
         link = self._route.link
+        self._ask()
         while self._tickets:
             said = link.answer(self._tickets[-1])
             if said is None:
-                if self._clock.monotonic() > self._answer_by:
-                    raise TransferTimeoutError(
-                        f"the peer has not answered for {ANSWER_TIMEOUT_S:g} s that its blocks are complete; see "
-                        "whether its engine runs."
-                    )
-                return False
+                break
             if said:
                 self.reason = f"the peer cannot offer these blocks: {said}"
                 return False
             self._tickets.pop()
             self._answer_by = self._clock.monotonic() + ANSWER_TIMEOUT_S
+        if self._tickets or self._unasked:
+            if self._clock.monotonic() > self._answer_by:
+                raise TransferTimeoutError(
+                    f"the peer has not answered for {ANSWER_TIMEOUT_S:g} s that its blocks are complete; see "
+                    "whether its engine runs."
+                )
+            return False
         with link.lock:
             link.require_open()
             self._running = self._route.start(self._columns, self._programs)

@@ -138,6 +138,22 @@ def send(connection: socket.socket, message: Message, fds: tuple[int, ...] = ())
         connection.send(data)
 
 
+def send_now(connection: socket.socket, message: Message) -> bool:
+    """Send one message without waiting; False where the peer has not taken those before it, and this one is not sent.
+
+    Args:
+        connection: one with a timeout.
+
+    Raises:
+        OSError: the peer has gone.
+    """
+    try:
+        os.write(connection.fileno(), _encoder.encode(message))  # send() would wait for as long as the timeout says
+    except BlockingIOError:
+        return False
+    return True
+
+
 def receive(connection: socket.socket) -> tuple[Message, tuple[int, ...]] | None:
     """The next message and its descriptors, which are the caller's; None where the peer has closed.
 

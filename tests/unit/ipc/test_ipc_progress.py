@@ -110,6 +110,22 @@ def test_I12_a_transfer_whose_owner_does_not_answer_ends_and_leaves_nothing_behi
     assert again._route.link._tickets == {}
 
 
+def test_I12_an_owner_that_takes_no_messages_keeps_nobody_waiting_who_asks_for_more_than_it_has_room_for(
+    pair: tuple[TransportSide, TransportSide],
+) -> None:
+    p, d = pair
+    p.do_withdraw(list(range(40)))
+    with answers_nobody(p):
+        transfers = [post(d, [[0, block, block] for block in range(20)]) for _ in range(300)]
+        last, late = transfers[-2:]
+        assert last._unasked
+        late._clock = LaterClock(ANSWER_TIMEOUT_S + 1)
+        assert late.poll() is TransferState.FAILED
+        assert all(transfer.abandon() for transfer in transfers[:-2])
+    assert last.wait(60) is TransferState.DONE
+    assert last._route.link._tickets == {}
+
+
 def test_an_owner_need_not_be_called_but_while_offers_wait_to_be_announced(
     pair: tuple[TransportSide, TransportSide],
 ) -> None:
