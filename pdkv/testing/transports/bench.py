@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -16,6 +15,7 @@ import pdkv.errors
 from pdkv.errors import ConfigError, PdkvError
 from pdkv.testing.child import Child, ChildError
 from pdkv.testing.rules import require
+from pdkv.testing.stopping import stopped
 from pdkv.testing.transports.side import TransportFactory, TransportSide
 
 #: A transfer of a few hundred KiB takes milliseconds; the rest is for a machine that is busy with something else.
@@ -155,16 +155,9 @@ class TransportBench:
         with ThreadPoolExecutor(1) as thread:
             yield thread.submit(side.ask, do, **arguments)
 
-    @contextmanager
-    def hanging(self, side: Side) -> Iterator[None]:
+    def hanging(self, side: Side) -> AbstractContextManager[None]:
         """A side that does nothing by itself: its process is stopped, and in this one nobody calls it."""
-        if isinstance(side, RemoteSide):
-            side.process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            if isinstance(side, RemoteSide):
-                side.process.send_signal(signal.SIGCONT)
+        return stopped(side.process.pid) if isinstance(side, RemoteSide) else nullcontext()
 
     def renew(self) -> None:
         """P in generation 2, of which D knows: other contents (seed 3) in new memory; D's are as they were."""
