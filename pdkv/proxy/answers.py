@@ -13,14 +13,17 @@ import msgspec
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from pdkv.proxy.errors import ApiError, bad_request, engine_error
+from pdkv.proxy.errors import ApiError, HandoverRefused, bad_request, engine_error
 from pdkv.proxy.upstream import Engine
-from pdkv_connectors.vllm.refusals import KIND
+from pdkv_connectors.vllm.refusals import KIND, is_refusal
 
 logger = logging.getLogger("pdkv.proxy")
 
 _SHOWN_NCHARS = 500
 _SLOW_CLIENT_GRACE_S = 30.0
+#: Statuses of `pdkv_connectors.vllm.refusals`: used before; too late, or of what is gone. With the others, which are of
+#: parameters that are none or were altered, a second prefill would fare no better.
+_MENDED_BY_PREFILL = (409, 410)
 
 
 class EventStream(StreamingResponse):
@@ -66,7 +69,8 @@ def read_json(content: bytes, kind: Any = Any) -> Any:
 def raise_for_status(engine: Engine, response: aiohttp.ClientResponse, content: bytes) -> None:
     """Pass a client's error on as the engine worded it; turn an engine's, or a redirection, into 502 that names it.
 
-    That decode refuses what prefill said of the KV is no client's error: it was this proxy that handed it over.
+    That decode refuses what prefill said of the KV is no client's error: it was this proxy that handed it over. What
+    becomes of such a request its caller decides (HandoverRefused).
 
     An engine that takes no requests now (503, with or without a time to come back) is 503 here too.
     """
@@ -79,13 +83,15 @@ def raise_for_status(engine: Engine, response: aiohttp.ClientResponse, content: 
         message = str(body["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
         body, message = None, content[:_SHOWN_NCHARS].decode(errors="replace")
-    if 400 <= status < 500 and not _refuses_the_handover(body):
+    said = f"the {engine.role} engine answered {status}: {message[:_SHOWN_NCHARS]}"
+    if 400 <= status < 500 and _refuses_the_handover(body):
+        raise HandoverRefused(said, _failure(body), is_mended_by_prefill=status in _MENDED_BY_PREFILL)
+    if 400 <= status < 500:
         error = bad_request(message, status=status)
         error.retry_after_s = retry_after_s
         if body is not None:
             error.body = body
         raise error
-    said = f"the {engine.role} engine answered {status}: {message[:_SHOWN_NCHARS]}"
     if status == 503:
         raise engine_error(503, said, retry_after_s or 1)
     raise engine_error(502, said)
@@ -93,6 +99,12 @@ def raise_for_status(engine: Engine, response: aiohttp.ClientResponse, content: 
 
 def _refuses_the_handover(body: Any) -> bool:
     return isinstance(body, dict) and body["error"].get("type") == KIND
+
+
+def _failure(body: Any) -> str:
+    """Decode's word for a refusal; "unknown" where this proxy knows no such: engines name no counters here."""
+    failure = body["error"].get("failure")
+    return failure if isinstance(failure, str) and is_refusal(failure) else "unknown"
 
 
 def _retry_after_s(response: aiohttp.ClientResponse) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import time
 import uuid
@@ -18,16 +19,19 @@ from starlette.requests import ClientDisconnect
 
 from pdkv.proxy import request as legs
 from pdkv.proxy.answers import EventStream, raise_for_status
-from pdkv.proxy.errors import ApiError, bad_request, engine_error
+from pdkv.proxy.errors import ApiError, HandoverRefused, bad_request, engine_error
 from pdkv.proxy.handover import Background, PrefillLeg, release
 from pdkv.proxy.queue import Queue
 from pdkv.proxy.rooms import Place
 from pdkv.proxy.settings import ProxySettings
 from pdkv.proxy.upstream import Engine, Engines
+from pdkv.transfer import Counters
 
 logger = logging.getLogger("pdkv.proxy")
 
 T = TypeVar("T")
+#: A leg that begins when its time is over ends by its deadline; 0 would be none.
+_SHORTEST_LEG_S = 0.001
 # The id becomes a header and a part of the engines' request ids and logs.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -93,6 +97,7 @@ class Proxy:
         self._engines = engines
         self._queue = Queue(settings, engines.decode)
         self._background = Background()
+        self.counters = Counters()
 
     async def close(self) -> None:
         """Finish what has to be told to engines; each piece has its deadline."""
@@ -100,7 +105,7 @@ class Proxy:
         await self._engines.close()
 
     def status(self) -> dict[str, Any]:
-        """What operators look at: requests under way and waiting, and each decode engine as last heard of."""
+        """What operators look at: requests under way and waiting, each decode engine as last heard of, and counts."""
         decode = [
             {
                 "url": room.engine.url,
@@ -109,7 +114,12 @@ class Proxy:
             }
             for room in self._queue.rooms
         ]
-        return {"under_way": self._queue.under_way, "queued": self._queue.waiting, "decode": decode}
+        return {
+            "under_way": self._queue.under_way,
+            "queued": self._queue.waiting,
+            "decode": decode,
+            "counts": self.counters.as_dict(),
+        }
 
     async def models(self, request: Request) -> Response:
         """The list of models of the first decode engine that can be reached."""
@@ -129,20 +139,66 @@ class Proxy:
             headers = {**forwarded_headers(request), "X-Request-Id": request_id(request)}
             body = legs.parse(await read_body(request, self._settings))
             legs.check(body)
-            place = await unless_client_leaves(request, self._queue.place())
-            held.callback(place.give_up)
-            began = time.monotonic()
-            params = await self._prefill(request, PrefillLeg(self._engines.prefill, path, headers, body), place)
-            prefilled = time.monotonic()
-            logger.info("%s prefill %.0f ms", headers["X-Request-Id"], 1e3 * (prefilled - began))
-            response = await self._decode(request, path, headers, legs.decode_request(body, params), place)
-            logger.info(
-                "%s decode answers after %.0f ms", headers["X-Request-Id"], 1e3 * (time.monotonic() - prefilled)
-            )
+            response = await self._serve(request, path, headers, body, held)
             response.headers["X-Request-Id"] = headers["X-Request-Id"]
             if isinstance(response, EventStream):
                 response.held.push_async_exit(held.pop_all())
             return response
+
+    async def _serve(
+        self, request: Request, path: str, headers: dict[str, str], body: legs.Json, held: AsyncExitStack
+    ) -> Response:
+        """Both legs; and once again where decode came too late for the KV, of which the client has heard nothing.
+
+        All of it has the time that both legs have: a second round gets what the first has left.
+        """
+        place = await self._place(request, held, math.inf)
+        deadline = time.monotonic() + 2 * self._settings.request_timeout_s
+        leg = PrefillLeg(self._engines.prefill, path, headers, body, self._settings.request_timeout_s)
+        try:
+            return await self._both_legs(request, path, leg, body, place, deadline)
+        except HandoverRefused as error:
+            refused = error
+        if not refused.is_mended_by_prefill:
+            raise refused
+        logger.warning("%s %s; prefilling again", headers["X-Request-Id"], refused)
+        if (left_s := deadline - time.monotonic()) <= 0:
+            raise refused.again("no time is left to prefill again")
+        place = await self._place(request, held, left_s)
+        self.counters.count("prefilled_again")
+        timeout_s = _time_for_a_leg(self._settings, deadline)
+        leg = PrefillLeg(self._engines.prefill, path, headers, body, timeout_s, last=leg.engine)
+        try:
+            return await self._both_legs(request, path, leg, body, place, deadline)
+        except HandoverRefused as error:
+            if not error.is_mended_by_prefill:
+                raise
+            raise error.again("prefilling again did not help") from error
+
+    async def _place(self, request: Request, held: AsyncExitStack, left_s: float) -> Place:
+        timeout_s = min(self._settings.queue_timeout_s, left_s)
+        place = await unless_client_leaves(request, self._queue.place(timeout_s))
+        held.callback(place.give_up)
+        return place
+
+    async def _both_legs(
+        self, request: Request, path: str, leg: PrefillLeg, body: legs.Json, place: Place, deadline: float
+    ) -> Response:
+        name, began = leg.headers["X-Request-Id"], time.monotonic()
+        params = await self._prefill(request, leg, place)
+        prefilled = time.monotonic()
+        logger.info("%s prefill %.0f ms", name, 1e3 * (prefilled - began))
+        timeout_s = _time_for_a_leg(self._settings, deadline)
+        try:
+            response = await self._decode(
+                request, path, leg.headers, legs.decode_request(body, params), place, timeout_s
+            )
+        except HandoverRefused as refused:
+            self.counters.count("refused_handovers")
+            self.counters.count(f"refused_{refused.failure}")
+            raise
+        logger.info("%s decode answers after %.0f ms", name, 1e3 * (time.monotonic() - prefilled))
+        return response
 
     async def _prefill(self, request: Request, leg: PrefillLeg, place: Place) -> legs.Json:
         running = asyncio.create_task(leg.run())
@@ -160,10 +216,10 @@ class Proxy:
             await release(params, leg.headers, self._decode_engines(place))
 
     async def _decode(
-        self, request: Request, path: str, headers: dict[str, str], body: legs.Json, place: Place
+        self, request: Request, path: str, headers: dict[str, str], body: legs.Json, place: Place, timeout_s: float
     ) -> Response:
         try:
-            return await unless_client_leaves(request, self._decode_leg(path, headers, body, place))
+            return await unless_client_leaves(request, self._decode_leg(path, headers, body, place, timeout_s))
         except (ClientGone, ApiError) as error:
             # Decode itself tells prefill of a request that reached it, and then takes no notice of this.
             if isinstance(error, ClientGone) or error.status >= 500:
@@ -174,15 +230,21 @@ class Proxy:
     def _decode_engines(self, place: Place) -> list[Engine]:
         return [place.engine, *(engine for engine in self._engines.decode if engine is not place.engine)]
 
-    async def _decode_leg(self, path: str, headers: dict[str, str], body: legs.Json, place: Place) -> Response:
+    async def _decode_leg(
+        self, path: str, headers: dict[str, str], body: legs.Json, place: Place, timeout_s: float
+    ) -> Response:
         place.sent()
         async with AsyncExitStack() as stack:
-            response = await stack.enter_async_context(place.engine.request("POST", path, headers, body))
+            response = await stack.enter_async_context(place.engine.request("POST", path, headers, body, timeout_s))
             if response.status != 200 or response.content_type != "text/event-stream":
                 content = await response.read()
                 raise_for_status(place.engine, response, content)
                 return Response(content, response.status, media_type=response.content_type)
             return EventStream(place.engine, response, stack.pop_all())
+
+
+def _time_for_a_leg(settings: ProxySettings, deadline: float) -> float:
+    return min(settings.request_timeout_s, max(_SHORTEST_LEG_S, deadline - time.monotonic()))
 
 
 def forwarded_headers(request: Request) -> dict[str, str]:

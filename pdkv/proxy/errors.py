@@ -6,6 +6,8 @@ from typing import Any
 
 #: Seconds after which it makes sense to look again for an engine that cannot be reached.
 DOWN_RETRY_S = 5
+#: And after which a prompt may be prefilled in time whose KV came too late for decode.
+REFUSED_RETRY_S = 1
 
 
 class ApiError(Exception):
@@ -30,6 +32,33 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+
+class HandoverRefused(ApiError):
+    """502: decode cannot have the KV that this proxy handed over to it; or 503, where that happened again.
+
+    Attributes:
+        failure: decode's word for it (`pdkv_connectors.vllm.refusals`), for instance "expired".
+        is_mended_by_prefill: another prefill would make a reference that is good: this one came too late, was used, or
+            is of an engine or a memory that is gone.
+    """
+
+    def __init__(self, said: str, failure: str, *, is_mended_by_prefill: bool) -> None:
+        super().__init__(502, said, kind="engine_error")
+        self.failure = failure
+        self.is_mended_by_prefill = is_mended_by_prefill
+        self.body["error"]["failure"] = failure
+
+    def again(self, why_no_more: str) -> HandoverRefused:
+        """The answer where prefilling again was of no use, or would have been; the same request may come again."""
+        refused = HandoverRefused(
+            f"{str(self).rstrip('.')}; {why_no_more}: send the request once more in {REFUSED_RETRY_S} s.",
+            self.failure,
+            is_mended_by_prefill=True,
+        )
+        refused.status = refused.body["error"]["code"] = 503
+        refused.retry_after_s = REFUSED_RETRY_S
+        return refused
 
 
 def bad_request(message: str, param: str | None = None, status: int = 400) -> ApiError:

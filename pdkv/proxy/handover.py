@@ -27,30 +27,46 @@ GIVE_UP_TIMEOUT_S = 5.0
 
 
 class PrefillLeg:
-    """One request on prefill."""
+    """One request on prefill.
 
-    def __init__(self, engines: Sequence[Engine], path: str, headers: dict[str, str], body: legs.Json) -> None:
-        self._engines = sorted(engines, key=lambda engine: engine.active)
-        self._path, self.headers, self._body = path, headers, body
-        self._engine = self._engines[0]
+    Args:
+        timeout_s: for one engine to answer.
+        last: an engine that is asked where no other is there: KV from it came too late, or was of what is gone.
+
+    Attributes:
+        engine: who computes the prompt, or has.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        path: str,
+        headers: dict[str, str],
+        body: legs.Json,
+        timeout_s: float,
+        last: Engine | None = None,
+    ) -> None:
+        self._engines = sorted(engines, key=lambda engine: (engine is last, engine.active))
+        self._path, self.headers, self._body, self._timeout_s = path, headers, body, timeout_s
+        self.engine = self._engines[0]
 
     async def run(self) -> legs.Json:
         """The transfer parameters of the prompt, from the first engine in order of load that can be reached."""
         *first, last = self._engines
         for engine in first:
-            self._engine = engine
+            self.engine = engine
             try:
                 return await self._run_on(engine)
             except ApiError as error:
                 if not error.never_arrived:
                     raise
                 logger.warning("%s; trying the next", error)
-        self._engine = last
+        self.engine = last
         return await self._run_on(last)
 
     async def _run_on(self, engine: Engine) -> legs.Json:
         leg = legs.prefill_request(self._body, chat="chat" in self._path)
-        async with engine.request("POST", self._path, self.headers, leg) as response:
+        async with engine.request("POST", self._path, self.headers, leg, self._timeout_s) as response:
             content = await response.read()
             raise_for_status(engine, response, content)
             try:
@@ -66,7 +82,7 @@ class PrefillLeg:
                 if await self._abort():
                     return await asyncio.shield(running)
         except TimeoutError:
-            logger.warning("%s %s did not give the request up in time", self.headers["X-Request-Id"], self._engine.name)
+            logger.warning("%s %s did not give the request up in time", self.headers["X-Request-Id"], self.engine.name)
         except ApiError:
             return None  # it was given up, or had failed before: there is nothing to free
         finally:
@@ -75,7 +91,7 @@ class PrefillLeg:
 
     async def _abort(self) -> bool:
         body = {"request_id": self.headers["X-Request-Id"]}
-        async with self._engine.request("POST", "/v1/pdkv/abort", self.headers, body, GIVE_UP_TIMEOUT_S) as response:
+        async with self.engine.request("POST", "/v1/pdkv/abort", self.headers, body, GIVE_UP_TIMEOUT_S) as response:
             return response.status == 200
 
 

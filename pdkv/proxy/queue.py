@@ -42,8 +42,8 @@ class Queue:
         finally:
             self.under_way -= 1
 
-    async def place(self) -> Place:
-        """A promise of room on a decode engine. The caller gives it up or keeps it.
+    async def place(self, timeout_s: float) -> Place:
+        """A promise of room on a decode engine, waited for so long. The caller gives it up or keeps it.
 
         Raises:
             ApiError: 429 the queue is full; 503 no engine had room in time, or none can be reached.
@@ -60,22 +60,21 @@ class Queue:
                 f"{self._retry_after_s()} s.",
                 self._retry_after_s(),
             )
-        return await self._wait()
+        return await self._wait(timeout_s)
 
-    async def _wait(self) -> Place:
+    async def _wait(self, timeout_s: float) -> Place:
         turn: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve())
         place: Place | None = None
         try:
-            async with asyncio.timeout(self._settings.queue_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 place = await turn
             return place
         except TimeoutError:
             raise no_room(
-                f"no decode engine had room within {self._settings.queue_timeout_s:g} s; try again in "
-                f"{self._retry_after_s()} s.",
+                f"no decode engine had room within {timeout_s:g} s; try again in {self._retry_after_s()} s.",
                 self._retry_after_s(),
             ) from None
         finally:

@@ -60,4 +60,9 @@ class Refusal:
 
 def refusal_of(code: str, reason: str) -> Refusal | None:
     """What a failure is to the client; None where it is this engine's, a peer's or the link's."""
-    return Refusal(str(code), reason) if code in _STATUSES else None
+    return Refusal(str(code), reason) if is_refusal(code) else None
+
+
+def is_refusal(code: str) -> bool:
+    """Whether that is the word for a refusal."""
+    return code in _STATUSES

@@ -194,14 +194,6 @@ def test_a_clients_mistake_is_passed_on_as_the_engine_words_it():
     assert (status, body) == (404, said)
 
 
-def test_what_decode_refuses_of_the_handover_is_no_mistake_of_the_client():
-    said = {"error": {"message": "the KV cannot be had", "type": "kv_reference_refused", "param": None, "code": 410}}
-    with running(prefill_engine(), engine(said, status=410)) as url:
-        status, _, body = post(f"{url}/v1/completions", {"prompt": "a"})
-    assert (status, body["error"]["type"]) == (502, "engine_error")
-    assert body["error"]["message"] == "the decode engine answered 410: the KV cannot be had"
-
-
 def answering(status: int = 200, text: str = "", headers: dict[str, str] | None = None) -> FakeEngine:
     """An engine that says this, whatever it is asked."""
 

@@ -46,7 +46,7 @@ async def queued(queue: Queue, number: int) -> None:
 async def test_who_leaves_at_the_moment_its_turn_comes_gives_the_place_back() -> None:
     room = KnownRoom(0)
     queue = queue_for(room)
-    waiter = asyncio.create_task(queue.place())
+    waiter = asyncio.create_task(queue.place(20))
     await queued(queue, 1)
     room.report = Report(free=1)
     assert queue._serve_first()
@@ -62,7 +62,7 @@ async def test_turns_come_in_the_order_of_arrival() -> None:
     order: list[int] = []
 
     async def wait(number: int) -> None:
-        await queue.place()
+        await queue.place(20)
         order.append(number)
 
     waiters = []
@@ -77,7 +77,7 @@ async def test_turns_come_in_the_order_of_arrival() -> None:
 async def test_those_who_withdrew_take_no_place_from_those_behind_them() -> None:
     room = KnownRoom(0)
     queue = queue_for(room)
-    first, second = asyncio.create_task(queue.place()), asyncio.create_task(queue.place())
+    first, second = asyncio.create_task(queue.place(20)), asyncio.create_task(queue.place(20))
     await queued(queue, 2)
     first.cancel()
     room.told = 1
@@ -92,7 +92,7 @@ async def test_those_who_withdrew_take_no_place_from_those_behind_them() -> None
 async def test_a_place_that_was_used_counts_until_the_engine_has_reported_it() -> None:
     room = KnownRoom(2)
     queue = queue_for(room)
-    place = await queue.place()
+    place = await queue.place(20)
     place.sent()
     place.give_up()
     assert room.free == 1
@@ -101,7 +101,7 @@ async def test_a_place_that_was_used_counts_until_the_engine_has_reported_it() -
 async def test_when_the_last_engine_goes_all_who_wait_hear_of_it() -> None:
     room = KnownRoom(0)
     queue = queue_for(room)
-    waiters = [asyncio.create_task(queue.place()) for _ in range(3)]
+    waiters = [asyncio.create_task(queue.place(20)) for _ in range(3)]
     await queued(queue, 3)
     room.failure = ApiError(503, "gone", kind="engine_error")
     room._ask = mock.AsyncMock()  # type: ignore[method-assign]
