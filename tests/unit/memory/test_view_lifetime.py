@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
+import torch
 
 from pdkv.errors import DriverError, StateError
 from pdkv.memory import FailingDriver, HostDriver, Piece, Reservation, _host_info
@@ -93,6 +96,35 @@ def test_I9_last_view_may_die_in_another_thread_while_the_driver_works(driver: H
         thread.join(timeout=60)
         assert not _reserved(address)
     busy.close()
+
+
+@pytest.mark.parametrize(
+    ("fails", "error"),
+    [
+        (lambda view: view()[G], IndexError),
+        (lambda view: int(view()), ValueError),
+        (lambda view: torch.empty(3).copy_(view()), RuntimeError),
+        (lambda view: len([view()], "one too many"), TypeError),
+    ],
+    ids=["index", "conversion", "call of torch", "list"],
+)
+def test_I9_an_exception_goes_on_when_the_last_view_dies_under_it(
+    driver: HostDriver,
+    fails: Callable[[Callable[[], torch.Tensor]], object],
+    error: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ignored: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    reservation = Reservation(driver, SIZE)
+    reservation.add([Piece(0, G)])
+    address, views = reservation.address, [reservation.tensor(0, G)]
+    reservation.close()
+    del reservation
+    with pytest.raises(error):
+        fails(views.pop)
+    assert not _reserved(address), "its owner was let go of"
+    assert ignored == []
 
 
 def test_I9_views_keep_a_forgotten_reservation_alive(driver: HostDriver, held: Callable[[], object]) -> None:
