@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from sidechannel_net import DEADLINE_S, connecting_to, done, meet, numbers, receive, until
@@ -28,6 +29,28 @@ def pair() -> Iterator[tuple[SideChannel, SideChannel]]:
         yield prefill, decode
 
 
+@contextmanager
+def at_rest(channel: SideChannel) -> Iterator[None]:
+    """The channel's own thread waits, and uses no socket whatever comes."""
+    rests, go_on = threading.Event(), threading.Event()
+    real = channel._loop._poll
+
+    class Resting:
+        def poll(self, timeout: float) -> object:
+            rests.set()
+            assert go_on.wait(DEADLINE_S)
+            return real.poll(timeout)
+
+    channel._loop._poll = Resting()  # type: ignore[assignment]
+    channel._outgoing.signal.set()  # so that it waits anew
+    assert rests.wait(DEADLINE_S)
+    try:
+        yield
+    finally:
+        channel._loop._poll = real
+        go_on.set()
+
+
 def test_what_is_sent_goes_out_from_the_thread_that_sends_it(pair: tuple[SideChannel, SideChannel]) -> None:
     prefill, decode = pair
     seen: list[threading.Thread] = []
@@ -38,9 +61,9 @@ def test_what_is_sent_goes_out_from_the_thread_that_sends_it(pair: tuple[SideCha
         send_to(engine_id, frame)
 
     decode._loop._send_to = spy  # type: ignore[method-assign]
-    until(lambda: not decode._loop._lock.locked())
-    assert decode.send(done("D/1", "P/1", 1))
-    assert numbers(receive(prefill)) == [1]
+    with at_rest(decode):
+        assert decode.send(done("D/1", "P/1", 1))
+        assert numbers(receive(prefill)) == [1]
     assert seen == [threading.current_thread()]
 
 
