@@ -105,8 +105,11 @@ class SideChannel:
         """Send what waits, as far as that goes at once, and let go of everything. Idempotent; from any thread.
 
         Where the thread does not end in time that is logged, and it keeps what it uses until close() is called again.
+        In a forked child nothing is done: all of it is the parent's.
         """
         self._closed = True
+        if os.getpid() != self._pid:
+            return
         self._loop.stop()
         self._loop.join(timeout_s)
         if self._loop.is_alive():

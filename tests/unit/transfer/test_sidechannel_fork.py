@@ -42,3 +42,16 @@ def test_a_forked_child_is_refused_at_once_and_takes_nothing_from_its_parent() -
         for use in (lambda: decode.send(done("D/1", "P/1", 1)), decode.receive, lambda: decode.wait(0.0)):
             assert in_child(use) == REFUSED
         exchange(prefill, decode, 2)
+
+
+def test_a_forked_child_that_closes_its_parents_channel_is_not_noticed_there() -> None:
+    with SideChannel("P/1") as prefill, SideChannel("D/1", connecting_to(prefill.address)) as decode:
+        meet(prefill, decode)
+        assert in_child(decode.close) == TAKEN
+        assert not decode.wait(0.0)
+        exchange(prefill, decode, 2)
+
+
+def test_a_forked_child_closes_it_whoever_was_about_to_use_it_as_the_process_forked() -> None:
+    with SideChannel("P/1") as channel, channel._inbox.signal._lock, channel._outgoing.signal._lock:
+        assert in_child(channel.close) == TAKEN
