@@ -89,8 +89,8 @@ class HostCopy:
         whole = [Part(leg, range(len(leg.leg.layers)), ids, None) for leg, ids in jobs]
         self._streams = streams(sum(part.nbytes for part in whole))
         self._parts = self._every_part(jobs)
-        #: What was found wrong, once there is something.
-        self.problem = ""
+        #: The source's block whose sum was found wrong, once there is one.
+        self.wrong_block: int | None = None
 
     def advance(self) -> bool:
         """Go on for a millisecond or so; whether everything is done. The memory of both sides must be there."""
@@ -105,7 +105,7 @@ class HostCopy:
             if part is None:
                 return True
             if (wrong := self._work_off(part)) is not None:
-                self.problem = f"block {int(part.ids[0, wrong]) // part.leg.leg.plan.source_units}"
+                self.wrong_block = int(part.ids[0, wrong]) // part.leg.leg.plan.source_units
                 return True
             left -= part.nbytes / self._step_nbytes(part.leg)
         return False

@@ -56,8 +56,8 @@ class Running(Protocol):
         """Go on without waiting; whether it has ended. Needs the link's lock where `needs_memory`."""
 
     @property
-    def problem(self) -> str:
-        """Which block's sum was wrong, once it has ended; empty where none was."""
+    def wrong_block(self) -> int | None:
+        """The source's block whose sum was wrong, once it has ended; None where none was."""
 
 
 class Route(ABC):
@@ -81,8 +81,12 @@ class Route(ABC):
         self._nbytes_of_unit = [sum(leg.plan.unit_nbytes * len(leg.layers) for leg in group) for group in legs]
         self._board = PeerBoard(link.memories[BOARD], source.num_blocks)
 
+    def is_announced(self, block: int) -> bool:
+        """Whether P says of a block that it may be read as it is. With the link's lock held."""
+        return self._board.are_ready([block], 1)
+
     def missing(self, columns: Sequence[BlockColumns]) -> list[tuple[int, list[int]]]:
-        """Blocks of each group that P has not announced. With the link's lock held."""
+        """All blocks of each group of which P has not announced some. With the link's lock held."""
         found = []
         for part in columns:
             units = self._units_of_block[part.group]
@@ -154,12 +158,12 @@ class _OnDevice:
         return self._work.is_done()
 
     @property
-    def problem(self) -> str:
+    def wrong_block(self) -> int | None:
         if self._work.fault is None:
-            return ""
+            return None
         number, place = self._work.fault
         part = self._columns[number]
-        return f"block {int(part.source[place]) // self._route.legs[part.group][0].plan.source_units}"
+        return int(part.source[place]) // self._route.legs[part.group][0].plan.source_units
 
 
 class HostRoute(Route):

@@ -120,11 +120,24 @@ class IpcTransfer(PostedTransfer):
                 done = running.advance()
         if not done:
             return TransferState.RUNNING
-        if running.problem:
-            self._transport.counts["checksum_failures"] += 1
-            self.reason = f"the bytes of {running.problem} are not those that its owner summed"
+        if (block := running.wrong_block) is not None:
+            self._differs(block)
             return TransferState.FAILED
         return TransferState.DONE
+
+    def _differs(self, block: int) -> None:
+        """Its sum was wrong. One that P does not vouch for any more may have been written since, which is no damage:
+        a READ may have been posted before P had said that it holds the blocks, when it did not.
+        """
+        link = self._route.link
+        with link.lock:
+            is_damage = link.is_open and self._route.is_announced(block)
+        if is_damage:
+            self._transport.counts["checksum_failures"] += 1
+            self.reason = f"the bytes of block {block} are not those that its owner summed"
+        else:
+            self._transport.counts["rewritten"] += 1
+            self.reason = f"block {block} was written again by its owner while it was being transferred"
 
     def _ask(self) -> None:
         """Ask P for as much as it takes now."""

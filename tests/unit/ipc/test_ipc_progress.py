@@ -88,6 +88,22 @@ def answers_nobody(side: TransportSide) -> Iterator[None]:
         go_on.set()
 
 
+@pytest.mark.parametrize("withdrawn", [True, False], ids=["withdrawn", "damaged"])
+def test_a_block_that_its_owner_took_back_and_wrote_under_a_read_is_not_taken_for_a_damaged_one(
+    pair: tuple[TransportSide, TransportSide], withdrawn: bool
+) -> None:
+    p, d = pair
+    transfer = post(d, MANY)
+    if withdrawn:
+        p.do_withdraw([7])
+    p.do_mark(7, 1)
+    assert transfer.wait(60) is TransferState.FAILED
+    wanted = "block 7 was written again by its owner" if withdrawn else "the bytes of block 7 are not those"
+    assert wanted in transfer.reason
+    counts = [d.transport.describe_state().get(name, 0) for name in ("rewritten", "checksum_failures")]
+    assert counts == [int(withdrawn), int(not withdrawn)]
+
+
 @pytest.mark.parametrize("how", ["its time is over", "it is abandoned"])
 def test_I12_a_transfer_whose_owner_does_not_answer_ends_and_leaves_nothing_behind(
     pair: tuple[TransportSide, TransportSide], how: str
