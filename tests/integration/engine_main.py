@@ -204,6 +204,13 @@ class Engine(SleepCommands):
             else:
                 time.sleep(0.002)
 
+    def do_free_blocks(self, within_s: float) -> Any:
+        """Step until vLLM's scheduler knows no request any more; free blocks of its pool then, and whether it is so."""
+        deadline, scheduler = time.monotonic() + within_s, self.core.scheduler
+        while scheduler.requests and time.monotonic() < deadline:
+            self.step()
+        return {"free": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), "left": list(scheduler.requests)}
+
     def do_unfinished(self) -> Any:
         """How many requests have not ended."""
         return sum(not request.is_finished() for request in self.core.scheduler.requests.values())

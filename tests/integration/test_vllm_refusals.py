@@ -8,9 +8,11 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import random_hybrid
 from random_llama import make_random_llama
 
 from pdkv.launch import PDDeployment, PDSettings
@@ -23,20 +25,34 @@ DEADLINE_S = 60.0
 Params = dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=["pdkv", "nixl-pull"])
-def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PDDeployment]:
-    settings = PDSettings.build(
-        make_random_llama(tmp_path_factory.mktemp("tiny"), "tiny"),
-        connector=request.param,
+def settings_for(model: Path, connector: str, log_dir: Path, *extra: str) -> PDSettings:
+    return PDSettings.build(
+        model,
+        connector=connector,
         device="cpu",
         dtype="float32",
         block_size=32,
         max_model_len=512,
         kv_bytes="16MiB",
-        extra_args=["--skip-tokenizer-init", "--served-model-name", "model"],
-        log_dir=tmp_path_factory.mktemp("refusals"),
+        extra_args=["--skip-tokenizer-init", "--served-model-name", "model", *extra],
+        log_dir=log_dir,
     )
-    with PDDeployment(settings) as running:
+
+
+@pytest.fixture(scope="module", params=["pdkv", "nixl-pull"])
+def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PDDeployment]:
+    model = make_random_llama(tmp_path_factory.mktemp("tiny"), "tiny")
+    with PDDeployment(settings_for(model, request.param, tmp_path_factory.mktemp("refusals"))) as running:
+        yield running
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PDDeployment]:
+    """Its engines speak the stock protocol only."""
+    for name, value in random_hybrid.VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    model = random_hybrid.make_random_hybrid(tmp_path / "model")
+    with PDDeployment(settings_for(model, "nixl-pull", tmp_path / "logs", "--no-enable-prefix-caching")) as running:
         yield running
 
 
@@ -81,13 +97,17 @@ def nothing_but_the_wish(params: Params) -> None:
 
 
 def a_stock_one_without_blocks(params: Params) -> None:
-    del params["pdkv"]
+    params.pop("pdkv", None)
     params["remote_block_ids"] = []
 
 
 def a_stock_one_at_no_port(params: Params) -> None:
-    del params["pdkv"]
+    params.pop("pdkv", None)
     params["remote_port"] = "somewhere"
+
+
+def a_group_less(params: Params) -> None:
+    params["remote_block_ids"] = params["remote_block_ids"][:-1]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -122,3 +142,20 @@ def test_a_reference_that_is_used_twice_serves_once_and_is_409_then(deployment: 
     assert "error" not in first[1]
     assert (second[0], second[1]["error"]["failure"]) == (409, "replayed"), second
     assert ask(deployment.proxy_url, stream=stream)[0] == 200
+
+
+def test_a_hybrid_that_speaks_the_stock_protocol_only_refuses_as_well_and_serves_on(hybrid: PDDeployment) -> None:
+    for spoil, failure in (
+        (nothing_but_the_wish, "malformed"),
+        (no_reference, "malformed"),
+        (a_stock_one_without_blocks, "malformed"),
+        (a_stock_one_at_no_port, "malformed"),
+        (a_group_less, "bad_blocks"),
+    ):
+        params = prefilled(hybrid)
+        assert "pdkv" not in params
+        spoil(params)
+        status, body = ask(hybrid.decode_url, kv_transfer_params=params)
+        assert (status, body["error"]["failure"]) == (400, failure), (spoil, body)
+    assert ask(hybrid.decode_url, kv_transfer_params=prefilled(hybrid))[0] == 200
+    assert ask(hybrid.proxy_url)[0] == 200

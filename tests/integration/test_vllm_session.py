@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from session_engines import BLOCK, DEADLINE_S, PD, Engine, Request, Stuck, arrive, config_of
+from session_engines import BLOCK, DEADLINE_S, PD, Blocks, Engine, Request, Stuck, arrive, config_of
 from vllm.v1.request import RequestStatus
 
 from pdkv.errors import ConfigError
@@ -128,6 +128,22 @@ def test_a_request_with_bad_parameters_fails_when_it_has_blocks(pd: PD, spoil: C
     pd.load(request, [3, 4])
     pd.until(lambda: pd.decode.received == ["d"])
     assert pd.decode.failed == ["d"]
+
+
+@pytest.mark.parametrize("tokens", [16, 40])
+def test_a_prefill_engine_that_is_asked_to_load_fails_the_request_and_gives_its_blocks_back(
+    pd: PD, tokens: int
+) -> None:
+    scheduler = pd.prefill.scheduler
+    request = Request("x", tokens, {**pd.offer("p", [1, 2, 3], 40)})
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (tokens, True)
+    scheduler.update_state_after_alloc(request, Blocks([4, 5, 6]), tokens)
+    pd.until(lambda: pd.prefill.received == ["x"])
+    assert pd.prefill.failed == ["x"]
+    request.status = RequestStatus.FINISHED_ERROR
+    assert scheduler.request_finished(request, ([4, 5, 6],)) == (False, None)
+    assert not scheduler._untouched
 
 
 def test_by_policy_a_request_with_bad_parameters_is_computed_here() -> None:

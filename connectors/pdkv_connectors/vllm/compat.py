@@ -99,6 +99,8 @@ CONNECTOR_SEAMS = (
     Seam("late connector", f"{_NIXL}.push_worker", "NixlPushConnectorWorker",
          ("vllm_config", "engine_id", "kv_cache_config")),
     Seam("late connector", f"{_NIXL}.push_worker", "NixlPushConnectorWorker.register_kv_caches", ("kv_caches",)),
+    Seam("ends of requests", f"{_NIXL}.pull_worker", "NixlPullConnectorWorker._read_blocks_for_req",
+         ("req_id", "meta")),
     Seam("sleep", f"{_NIXL}.base_scheduler", "NixlBaseConnectorScheduler._nixl_handshake_listener",
          ("encoded_data",)),
     Seam("stock peers of push", f"{_NIXL}.push_worker", "NixlPushConnectorWorker._do_start_push_kv",

@@ -60,10 +60,6 @@ class DecodeEnds:
             self._arrive(arrival)
 
     def _arrive(self, arrival: Arrival) -> None:
-        if arrival.remote is None:
-            self.endpoint.counters.count(f"failed_{arrival.code}")
-            self.give_up(arrival.request_id, arrival.code, arrival.why_not)
-            return
         reference = arrival.remote.reference(self._rank)
         self._addresses.pop(reference.engine.engine_id, None)
         self._addresses[reference.engine.engine_id] = arrival.remote.ranks[self._rank].control

@@ -6,7 +6,7 @@ key ``pdkv`` of ``kv_transfer_params``, beside the stock fields, which a stock p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -14,13 +14,15 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from pdkv.errors import ConnectorError, ProtocolError
-from pdkv.transfer import BlockRun, FailCode, Reference
+from pdkv.transfer import BlockRun, Reference
 from pdkv.transfer.messages import PROTOCOL_VERSION, Count, Digest, EngineRef, Name, Runs, Seconds, Text
 from pdkv_connectors.vllm.handshake import KEY, RankInfo
 
 #: Attribute of `NixlConnectorMetadata` that carries :class:`Events`.
 ATTRIBUTE = "pdkv_events"
 MAX_RANKS = 4096
+#: As vLLM's workers keep it.
+_Block = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _Ranks = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
 
 
@@ -113,7 +115,9 @@ class StockKV(msgspec.Struct, frozen=True, kw_only=True):
     tp_size: _Ranks
     dcp_size: _Ranks = 1
     pp_size: _Ranks = 1
-    remote_block_ids: tuple[tuple[Count, ...], ...] | None = None
+    remote_block_ids: tuple[tuple[_Block, ...], ...] | None = None
+    remote_num_tokens: Count | None = None
+    remote_blocks_expiry_time: float | None = None
 
 
 def require_stock_kv(params: dict[str, Any], *, with_blocks: bool) -> None:
@@ -133,18 +137,26 @@ def require_stock_kv(params: dict[str, Any], *, with_blocks: bool) -> None:
         raise ProtocolError("the transfer parameters of the request name no blocks: remote_block_ids is empty.")
 
 
+#: Without one of them a stock prefill engine loads nothing from the decode engine that names blocks (`reads_back`).
+_READ_BACK = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+
+
+def reads_back(params: Mapping[str, Any]) -> bool:
+    """P, by pull: whether a request names blocks of a decode engine that its prompt begins with.
+
+    So answers a stock decode engine with ``bidirectional_kv_xfer``, for the next prompt of a conversation.
+    """
+    named = all(name in params for name in _READ_BACK)
+    return bool(params.get("do_remote_decode") and params.get("remote_block_ids") and named)
+
+
 @dataclass(slots=True)
 class Arrival:
-    """D: a request whose prompt P has computed has reached this engine.
-
-    `why_not`: its KV can not be had, and why; `code` is the word for that.
-    """
+    """D: a request whose prompt P has computed has reached this engine."""
 
     request_id: str
     num_tokens: int
-    remote: RemoteKV | None
-    why_not: str = ""
-    code: str = FailCode.INCOMPATIBLE
+    remote: RemoteKV
 
 
 @dataclass(slots=True)
@@ -170,6 +182,10 @@ class Events:
     allocated: dict[str, tuple[BlockRun, ...]] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)  # D: can their KV be read again?
     gone: dict[str, str] = field(default_factory=dict)  # D: request id -> reason
+    # Requests for whose KV nobody is asked, by what they say of it: vLLM is to be told that they have failed; and that
+    # it may have the blocks back which some of them have got.
+    refused: set[str] = field(default_factory=set)
+    untouched: set[str] = field(default_factory=set)
 
 
 def events_of(metadata: Any) -> Events | None:

@@ -24,11 +24,12 @@ from pdkv_connectors.vllm.ends_events import (
     RemoteKV,
     WorkerNews,
     read_remote_kv,
+    reads_back,
     require_stock_kv,
 )
 from pdkv_connectors.vllm.ends_support import why_stock_only
 from pdkv_connectors.vllm.handshake import KEY, RankInfo, read_stamp
-from pdkv_connectors.vllm.refusals import MALFORMED
+from pdkv_connectors.vllm.refusals import MALFORMED, require_one_way
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,6 +46,7 @@ class EndsScheduler:
     kv_cache_config: KVCacheConfig
     vllm_config: VllmConfig
     transfer_tp_size: int
+    is_bidirectional_kv_xfer_enabled: bool
     _reqs_need_send: dict[str, float]
     _reqs_not_processed: set[str]
     _finished_request_blocks: dict[str, Any]  # push only
@@ -63,6 +65,8 @@ class EndsScheduler:
         self._serial = itertools.count(1)
         self._references = IssuedReferences(SystemClock(), Counters())
         self._remote: set[str] = set()  # D: requests whose KV comes by pdkv's protocol
+        self._refused: set[str] = set()  # requests that were refused by what they say of their KV
+        self._role = "" if transfer is None else str(transfer.kv_role)
         self._holds = transfer is not None and "pdkv_hold_s" in (transfer.kv_connector_extra_config or {})
         self._preemptions: dict[str, int] = {}  # D: of a request, as many as the workers were asked about
         self._asking: set[str] = set()  # D: preempted requests of which the workers have yet to say
@@ -73,43 +77,67 @@ class EndsScheduler:
 
     def on_new_request(self, request: Any) -> None:
         params = request.kv_transfer_params or {}
+        try:
+            remote = self._remote_kv(params)
+        except ConnectorError as error:
+            self._refuse(request, MALFORMED if isinstance(error, ProtocolError) else FailCode.INCOMPATIBLE, str(error))
+            return
+        if remote is not None:
+            # One that was refused before it was a request is made of one token only to be aborted.
+            num_tokens = remote.num_tokens if request.abort_immediately else request.num_prompt_tokens
+            self._remote.add(request.request_id)
+            self._events.arrived.append(Arrival(request.request_id, num_tokens, remote))
+            return  # the stock half would begin to send heartbeats
         if self._ranks and params.get("do_remote_decode"):
             self._names[request.request_id] = f"{request.request_id[:200]}#{next(self._serial)}"
-        if self.stock_only is None and params.get("do_remote_prefill") and (arrival := self._arrival(request)):
-            self._remote.add(request.request_id)
-            self._events.arrived.append(arrival)
-            return  # the stock half would begin to send heartbeats
         super().on_new_request(request)  # type: ignore[misc]
 
-    def _arrival(self, request: Any) -> Arrival | None:
-        """The event for a request with pdkv's reference; None where it takes the stock way."""
-        arrival = Arrival(request.request_id, request.num_prompt_tokens, None)
-        try:
-            arrival.remote = read_remote_kv(request.kv_transfer_params)
-            if takes_stock_way := self._takes_stock_way(arrival.remote):
-                with_blocks = not hasattr(self, "_finished_request_blocks")  # what push has books of
-                require_stock_kv(request.kv_transfer_params, with_blocks=with_blocks)
-        except ConnectorError as error:
-            arrival.remote, arrival.why_not = None, str(error)
-            arrival.code = MALFORMED if isinstance(error, ProtocolError) else FailCode.INCOMPATIBLE
-            return arrival
-        if takes_stock_way or arrival.remote is None:
-            return None
-        if request.abort_immediately:  # refused before it was a request, and made of one token only to be aborted
-            arrival.num_tokens = arrival.remote.num_tokens
-        return arrival
+    def _remote_kv(self, params: dict[str, Any]) -> RemoteKV | None:
+        """Where the KV of a request is by pdkv's protocol; None where it takes the stock way, or none is to come.
 
-    def _takes_stock_way(self, remote: RemoteKV | None) -> bool:
-        if remote is not None and len(remote.ranks) != self.transfer_tp_size:
-            logger.warning_once(
-                "pdkv: prefill has %d ranks and decode %d; their requests take the stock protocol, whose failures are "
-                "noticed later.", len(remote.ranks), self.transfer_tp_size,
-            )  # fmt: skip
-            return True
-        return remote is None
+        The stock way has no other check: neither vLLM's scheduler nor its workers look at what they were given. So
+        this is for every engine, also for one that speaks nothing but stock.
+
+        Raises:
+            ConnectorError: it cannot be had, by what the request says.
+        """
+        require_one_way(params, self._role)
+        is_pull = not hasattr(self, "_finished_request_blocks")  # what push has books of
+        if is_pull and reads_back(params):
+            if not self.is_bidirectional_kv_xfer_enabled:
+                raise ProtocolError(
+                    "remote_block_ids name blocks to load before the prompt is computed, and this engine runs without "
+                    "bidirectional_kv_xfer; leave them out."
+                )
+            require_stock_kv({"tp_size": 1, **params}, with_blocks=True)
+        if not params.get("do_remote_prefill"):
+            return None
+        remote = read_remote_kv(params)
+        if remote is None or self.stock_only is not None or self._has_other_ranks(remote):
+            require_stock_kv(params, with_blocks=is_pull)
+            return None
+        return remote
+
+    def _has_other_ranks(self, remote: RemoteKV) -> bool:
+        if len(remote.ranks) == self.transfer_tp_size:
+            return False
+        logger.warning_once(
+            "pdkv: prefill has %d ranks and decode %d; their requests take the stock protocol, whose failures are "
+            "noticed later.", len(remote.ranks), self.transfer_tp_size,
+        )  # fmt: skip
+        return True
+
+    def _refuse(self, request: Any, code: str, reason: str) -> None:
+        """Nobody is asked for its KV; to vLLM it is a request whose KV was to come, and does not."""
+        request_id = request.request_id
+        logger.warning("pdkv: the KV of request %s will not come (%s): %s", request_id, code, reason)
+        request.kv_transfer_params.update(do_remote_prefill=True, do_remote_decode=False)
+        self._refused.add(request_id)
+        self._events.refused.add(request_id)
+        self.will_not_come(request_id, code, reason)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._recompute and request.request_id in self._failed:
+        if self._recompute and (request.request_id in self._failed or request.request_id in self._refused):
             return 0, False  # it failed in the queue: computed here, without waiting for blocks to load into
         if request.request_id in self._remote and request.num_preemptions > 0 and not self._can_go_on(request):
             return None, False
@@ -139,7 +167,13 @@ class EndsScheduler:
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         params = request.kv_transfer_params or {}
-        if (name := self._names.get(request.request_id)) is not None:
+        if request.request_id in self._refused:
+            if params.get("do_remote_prefill") and num_external_tokens > 0:
+                # With several ranks vLLM hears of a failure only together with the end of a load.
+                self._events.refused.add(request.request_id)
+                self._events.untouched.add(request.request_id)
+            params["do_remote_prefill"] = False
+        elif (name := self._names.get(request.request_id)) is not None:
             self._events.expected.append(name)
         elif request.request_id in self._remote:
             if params.get("do_remote_prefill"):
@@ -151,6 +185,11 @@ class EndsScheduler:
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         request_id = request.request_id
+        if request_id in self._refused:
+            self._refused.discard(request_id)
+            self._events.refused.discard(request_id)
+            request.kv_transfer_params["do_remote_prefill"] = False
+            return False, None
         if request_id in self._remote:
             self._remote.discard(request_id)
             self._asking.discard(request_id)

@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.logger import init_logger
 
 from pdkv_connectors.vllm import ends_support
-from pdkv_connectors.vllm.ends_events import events_of
+from pdkv_connectors.vllm.ends_events import WorkerNews, events_of
 from pdkv_connectors.vllm.handshake import stamp
 
 if TYPE_CHECKING:
@@ -96,10 +96,19 @@ class EndsConnector:
             if (reason := self._ends.why_rebuild()) is not None:
                 self.rebuild_agent(reason)
             self._ends.collect(results)
+        if (events := events_of(self._connector_metadata)) is not None:  # type: ignore[attr-defined]
+            results.failed_recving |= events.refused
+            results.finished_recving |= events.untouched
         return results
 
     def build_connector_worker_meta(self) -> Any:
-        return None if self._ends is None else self._ends.take_news()
+        news = None if self._ends is None else self._ends.take_news()
+        if not (unreadable := getattr(self._worker, "unreadable", None)):
+            return news
+        self._worker.unreadable = {}
+        news = news or WorkerNews()
+        news.failed = {**unreadable, **news.failed}
+        return news
 
     def shutdown(self) -> None:
         if self._ends is not None:

@@ -10,6 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.logger import init_logger
 
+from pdkv.transfer import FailCode
+
 if TYPE_CHECKING:
     from pdkv_connectors.vllm.ends import WorkerEnds
 
@@ -23,7 +25,23 @@ class EndsPullWorker(NixlPullConnectorWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._notifications: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        #: Requests of which the stock code could make nothing, and why, since the scheduler was told last.
+        self.unreadable: dict[str, str] = {}
         super().__init__(*args, **kwargs)
+
+    def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
+        """Stock, and what it raises fails this request.
+
+        It pairs the blocks that a request names with ours by assertions: too few of them, or of another number of
+        cache groups, would end the engine. Here is where both are known. What was posted before ends by itself.
+        """
+        try:
+            super()._read_blocks_for_req(req_id, meta)
+        except Exception as error:
+            logger.exception("pdkv: the blocks that request %s names cannot be read", req_id)
+            reason = "the blocks that it names do not pair with those that it needs here"
+            self.unreadable[req_id] = f"{FailCode.BAD_BLOCKS}: {reason} ({type(error).__name__})"
+            self._failed_recv_reqs.put(req_id)
 
     def make_progress(self) -> None:
         """Let NIXL move bytes, also those of reads from here; any thread."""

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from pdkv.errors import ProtocolError
 from pdkv.transfer import FailCode
 
 #: Beside the codes of `pdkv.transfer`: what was sent never became a reference.
@@ -55,6 +57,24 @@ class Refusal:
         return (
             f"the KV that kv_transfer_params refer to cannot be had ({self.code}: {self.reason.rstrip('.')}); have "
             "prefill compute the prompt again, and send what it answers."
+        )
+
+
+def require_one_way(params: Mapping[str, Any], role: str) -> None:
+    """Refuse a request that an engine could only half serve, and would hold blocks for, without an end.
+
+    Args:
+        params: `kv_transfer_params`.
+        role: "kv_producer", "kv_consumer" or "kv_both".
+
+    Raises:
+        ProtocolError: its KV is to come to an engine that only prefills.
+    """
+    if not params.get("do_remote_prefill"):
+        return
+    if role == "kv_producer":
+        raise ProtocolError(
+            "do_remote_prefill is set and this engine is a kv_producer, which loads no KV; send the request to decode."
         )
 
 

@@ -21,7 +21,7 @@ from pdkv.errors import PdkvError, ProtocolError, StateError
 from pdkv.transfer import BlockRun, Compatibility, Reference, Session
 from pdkv.transfer import actions as do
 from pdkv.transfer.sidechannel import SideChannel
-from pdkv_connectors.vllm.refusals import MALFORMED
+from pdkv_connectors.vllm.refusals import MALFORMED, require_one_way
 from pdkv_connectors.vllm.session_host import WorkersHost
 from pdkv_connectors.vllm.session_orders import RankRegistration, StepOrders, StepReports
 from pdkv_connectors.vllm.session_settings import ConnectorSettings
@@ -63,6 +63,7 @@ class SessionScheduler:
         self._remote: dict[str, int] = {}  # D: request id -> preemptions that have been dealt with
         self._failed: dict[str, str] = {}  # D: of these, such whose KV will not come, and why
         self._awaited: set[str] = set()  # D: vLLM waits until it hears of these
+        self._untouched: set[str] = set()  # of requests that came, such that the session never heard of
         self._step = StepOrders()
         self._status = StatusWriter(EngineSettings.from_environment().status_dir)
         #: Called at each step; who lets the engine sleep sets it.
@@ -119,11 +120,14 @@ class SessionScheduler:
             return
         request_id = request.request_id
         self._remote[request_id] = request.num_preemptions
+        self._untouched.add(request_id)
         try:
+            require_one_way(params, str(self._vllm_config.kv_transfer_config.kv_role))
             reference = Reference.from_params(params.get(KEY))
             # One that is refused before it was a request is made of one token only to be aborted.
             num_tokens = reference.num_tokens if request.abort_immediately else request.num_prompt_tokens
             self._require_session().arrived(request_id, reference, num_tokens)
+            self._untouched.discard(request_id)
         except ProtocolError as error:
             self._give_up(request_id, MALFORMED, str(error))
         except PdkvError as error:
@@ -157,12 +161,18 @@ class SessionScheduler:
             self._awaited.add(request_id)
             first = (request.num_prompt_tokens - num_external_tokens) // self._block_size
             runs = (self._run(blocks.get_block_ids()[0], first, request.num_prompt_tokens),)
-        self._require_session().allocated(request_id, runs)
+        if request_id in self._untouched:
+            self._tell(request_id, loaded=False)
+        else:
+            self._require_session().allocated(request_id, runs)
 
     def request_finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         request_id, params = request.request_id, request.kv_transfer_params or {}
         if self._remote.pop(request_id, None) is not None:
             self._failed.pop(request_id, None)
+            if request_id in self._untouched:
+                self._untouched.discard(request_id)
+                return False, None
             self._require_session().gone(request_id, f"the request is over on decode ({request.status.name.lower()})")
             return False, None
         capped = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
