@@ -109,11 +109,13 @@ HOSTILE: dict[str, Params] = {
     "blocks beyond all memory": stock(remote_block_ids=[[2**31, 1, 1, 1]] * 2),
     "blocks that are none": stock(remote_block_ids="all of them"),
     "tokens that are none": stock(remote_num_tokens="many"),
+    "both ways at once": stock(do_remote_decode=True),
     "a reference that is none": {"do_remote_prefill": True, "pdkv": {"engine": "somebody"}},
 }
 #: To prefill.
 MISDIRECTED: dict[str, Params] = {
     "a load": stock(),
+    "both ways at once": stock(do_remote_decode=True),
     "a load without a word of where": {"do_remote_prefill": True},
 }
 

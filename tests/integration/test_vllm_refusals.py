@@ -110,6 +110,10 @@ def a_group_less(params: Params) -> None:
     params["remote_block_ids"] = params["remote_block_ids"][:-1]
 
 
+def both_ways_at_once(params: Params) -> None:
+    params["do_remote_decode"] = True
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("spoil", "failure"),
@@ -120,6 +124,7 @@ def a_group_less(params: Params) -> None:
         (nothing_but_the_wish, "malformed"),
         (a_stock_one_without_blocks, "malformed"),
         (a_stock_one_at_no_port, "malformed"),
+        (both_ways_at_once, "malformed"),
     ],
 )
 def test_a_reference_that_is_none_or_was_altered_is_400(
@@ -150,6 +155,7 @@ def test_a_hybrid_that_speaks_the_stock_protocol_only_refuses_as_well_and_serves
         (no_reference, "malformed"),
         (a_stock_one_without_blocks, "malformed"),
         (a_stock_one_at_no_port, "malformed"),
+        (both_ways_at_once, "malformed"),
         (a_group_less, "bad_blocks"),
     ):
         params = prefilled(hybrid)

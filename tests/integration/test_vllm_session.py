@@ -146,6 +146,19 @@ def test_a_prefill_engine_that_is_asked_to_load_fails_the_request_and_gives_its_
     assert not scheduler._untouched
 
 
+def test_a_request_that_would_load_and_hand_over_fails_and_ends_nothing_of_prefills(pd: PD) -> None:
+    params = pd.offer("p", [1, 2, 3], 40)
+    request = arrive(pd, "d", {**params, "do_remote_decode": True}, 40)
+    pd.load(request, [7, 5, 9])
+    pd.until(lambda: pd.decode.received == ["d"])
+    assert pd.decode.failed == ["d"]
+    again = arrive(pd, "e", params, 40)
+    pd.load(again, [7, 5, 9])
+    pd.until(lambda: "e" in pd.decode.received and pd.prefill.sent == ["p"])
+    assert pd.decode.failed == ["d"]
+    assert pd.same([1, 2, 3], [7, 5, 9])
+
+
 def test_by_policy_a_request_with_bad_parameters_is_computed_here() -> None:
     pd = PD(policy="recompute")
     request = arrive(pd, "d", {"do_remote_prefill": True}, 32)

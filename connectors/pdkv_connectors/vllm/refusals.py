@@ -68,10 +68,14 @@ def require_one_way(params: Mapping[str, Any], role: str) -> None:
         role: "kv_producer", "kv_consumer" or "kv_both".
 
     Raises:
-        ProtocolError: its KV is to come to an engine that only prefills.
+        ProtocolError: its KV is to come and to be handed over, or to come to an engine that only prefills.
     """
     if not params.get("do_remote_prefill"):
         return
+    if params.get("do_remote_decode"):
+        raise ProtocolError(
+            "do_remote_prefill and do_remote_decode are both set; a request loads KV or hands it over: set one of them."
+        )
     if role == "kv_producer":
         raise ProtocolError(
             "do_remote_prefill is set and this engine is a kv_producer, which loads no KV; send the request to decode."
