@@ -20,6 +20,8 @@ from pdkv.testing.transports.side import TransportFactory, TransportSide
 
 #: A transfer of a few hundred KiB takes milliseconds; the rest is for a machine that is busy with something else.
 DEADLINE_S = 30.0
+#: A process imports torch with its first commands, which takes more than a minute where others do so too.
+START_TIMEOUT_S = 180.0
 
 Pairs = Sequence[tuple[int, int, int]]
 #: Neighbours on both sides, on one side, on none, descending; over chunk borders; the first and the last block.
@@ -57,7 +59,7 @@ class RemoteSide(Child):
         module = "pdkv.testing.transports.process"
         super().__init__(module, log, factory, driver, environment=dict(environment))
 
-    def ask(self, do: str, timeout_s: float = 2 * DEADLINE_S, **arguments: Any) -> Any:
+    def ask(self, do: str, timeout_s: float = START_TIMEOUT_S, **arguments: Any) -> Any:
         try:
             return super().ask(do, timeout_s, **arguments)
         except ChildError as error:
