@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from pdkv.errors import DriverError, ProtocolError, StaleGenerationError, TransferTimeoutError, TransportError
 from pdkv.memory import ImportedMemory, MemoryDriver, Piece
@@ -155,12 +156,13 @@ def open_link(
         connection.settimeout(timeout_s)
         connection.connect("\0" + address.name)
         wire.require_same_user(connection)
-        wire.send(connection, wire.Hello(wire.VERSION, address.key, me, peer))
+        with suppress(BrokenPipeError, ConnectionResetError):  # it may have said why before it closed the connection
+            wire.send(connection, wire.Hello(wire.VERSION, address.key, me, peer))
         grants = _Grants()
         try:
             while not grants.complete:
                 connection.settimeout(max(deadline - time.monotonic(), 1e-3))
-                grants.take(wire.receive(connection))
+                grants.take(_heard(connection))
             memories = grants.map(drivers)
         finally:
             grants.close()
@@ -183,6 +185,14 @@ def open_link(
         if isinstance(error, OSError):
             raise TransportError(f"engine {peer.engine_id!r} cannot be reached on this machine: {error}") from error
         raise
+
+
+def _heard(connection: socket.socket) -> tuple[wire.Message, tuple[int, ...]] | None:
+    """As :func:`wire.receive`, also where P has closed the connection with our words unread: what it said is behind."""
+    try:
+        return wire.receive(connection)
+    except ConnectionResetError:
+        return wire.receive(connection)
 
 
 def _socket_for(address: wire.Address) -> socket.socket:

@@ -10,6 +10,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from pdkv.errors import PdkvError, TransportError
@@ -28,6 +29,7 @@ _BACKLOG = 64
 #: Where no connection can be taken: descriptors or memory must become free first, and the listener stays readable.
 ACCEPT_PAUSE_S = 0.1
 _WARN_EVERY_S = 60.0
+_NONE_LEFT = (errno.EMFILE, errno.ENFILE)
 
 
 class GrantedMemory:
@@ -86,12 +88,18 @@ class Owner:
         self._peers: dict[socket.socket, str] = {}
         self._changed = threading.Condition()
         self._dropping = False
+        self._spare = -1
         machine = wire.machine_id()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         name = f"pdkv-ipc-{os.getpid()}-{secrets.token_hex(8)}"
         self._listener.bind("\0" + name)
         self._listener.listen(_BACKLOG)
         self._listener.setblocking(False)  # who asked may have gone before he is let in
+        try:
+            self._spare = _open_spare()
+        except OSError:
+            self._listener.close()
+            raise
         verifies = 1 in memories
         self.address = wire.Address(wire.VERSION, machine, name, secrets.token_bytes(wire.KEY_NBYTES), verifies)
         loop.add(self._listener, self._accept)
@@ -117,15 +125,24 @@ class Owner:
                 self._forget(connection)
         for memory in self._memories.values():
             memory.close()
+        self._give_spare()
         return left
 
     def _accept(self) -> None:
+        try:
+            self._accept_one()
+        finally:
+            self._keep_spare()
+
+    def _accept_one(self) -> None:
         """Let one in. Whatever prevents that must not keep everybody out for good."""
         if self._listener.fileno() < 0:
             return  # closed since it was found to have something to read
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
+            if error.errno in _NONE_LEFT and self._tell_that_none_is_left(error):
+                return
             if error.errno not in (errno.EAGAIN, errno.ECONNABORTED):
                 self._loop.rest(self._listener, ACCEPT_PAUSE_S)
             self._complain("accepts_failed", f"a peer could not be let in, it is tried again: {error}")
@@ -137,6 +154,34 @@ class Owner:
             self._turn_away(connection, str(error))
             return
         self._loop.add(connection, partial(self._serve, connection))
+
+    def _tell_that_none_is_left(self, error: OSError) -> bool:
+        """By the descriptor that is kept for this, so that a peer need not wait for its deadline to hear nothing.
+
+        Whether somebody was told; not where another thread has taken that one meanwhile.
+        """
+        self._give_spare()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return False
+        with connection, suppress(OSError):
+            connection.setblocking(False)
+            reason = "no file descriptor is left on its side to let a peer in; raise `ulimit -n` there"
+            wire.send(connection, wire.Refuse(reason))
+        self._complain("accepts_failed", f"a peer was not let in, and was told so: {error}")
+        return True
+
+    def _keep_spare(self) -> None:
+        with self._changed, suppress(OSError):  # another thread was faster: it is tried again at the next peer
+            if self._spare < 0 and not self._dropping:
+                self._spare = _open_spare()
+
+    def _give_spare(self) -> None:
+        with self._changed:
+            spare, self._spare = self._spare, -1
+            if spare >= 0:
+                os.close(spare)
 
     def _serve(self, connection: socket.socket) -> None:
         """One message of a peer; whatever goes wrong concerns this peer alone."""
@@ -196,3 +241,8 @@ class Owner:
             self._peers.pop(connection, None)
             self._changed.notify_all()
         self._loop.close(connection)
+
+
+def _open_spare() -> int:
+    """A descriptor to be given up where none is left. Raises OSError."""
+    return os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)

@@ -6,11 +6,14 @@ import errno
 import logging
 import os
 import resource
+import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -19,12 +22,15 @@ from ipc_peers import registered, until
 
 from pdkv.errors import PdkvError, TransportError
 from pdkv.testing.transports.side import TransportSide
+from pdkv.transfer.messages import EngineRef
 from pdkv_connectors.ipc import IpcTransport, wire
-from pdkv_connectors.ipc.owner import ACCEPT_PAUSE_S
+from pdkv_connectors.ipc.link import open_link
+from pdkv_connectors.ipc.owner import ACCEPT_PAUSE_S, Owner
 
 pytestmark = pytest.mark.cpu
 
 NOBODY = 65534
+DEADLINE_S = 30.0
 OF_THE_LOOP = 3  # its selector and both ends of its wake-up, which stay until the transport is closed
 BLOCKS = [[0, block, 39 - block] for block in range(40)]
 
@@ -36,11 +42,15 @@ def pair() -> Iterator[tuple[TransportSide, TransportSide]]:
         yield sides
 
 
-def address_of(side: TransportSide) -> str:
+def owner_of(side: TransportSide) -> Owner:
     assert isinstance(side.transport, IpcTransport)
     owner = side.transport._owner
     assert owner is not None
-    return "\0" + owner.address.name
+    return owner
+
+
+def address_of(side: TransportSide) -> str:
+    return "\0" + owner_of(side).address.name
 
 
 def count(side: TransportSide, name: str) -> int:
@@ -72,20 +82,43 @@ def descriptors_left(number: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
 
 
-def test_a_lack_of_descriptors_is_waited_out_counted_and_said_once(
+def test_a_lack_of_descriptors_is_told_to_each_peer_at_once_counted_and_logged_once(
     pair: tuple[TransportSide, TransportSide], caplog: pytest.LogCaptureFixture
 ) -> None:
     p, d = pair
+    with caplog.at_level(logging.WARNING):
+        peers = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3)]
+        with descriptors_left(0):
+            for peer in peers:
+                peer.settimeout(DEADLINE_S)
+                peer.connect(address_of(p))
+                message = wire._decoder.decode(peer.recv(4096))
+                assert isinstance(message, wire.Refuse)
+                assert "no file descriptor is left on its side" in message.reason
+                assert "ulimit -n" in message.reason
+                assert peer.recv(1) == b""
+    for peer in peers:
+        peer.close()
+    assert count(p, "accepts_failed") == 3
+    assert caplog.text.count("Too many open files") == 1
+    assert_d_can_read(p, d)
+
+
+def test_where_the_spare_descriptor_is_gone_too_a_lack_is_waited_out_with_pauses(
+    pair: tuple[TransportSide, TransportSide],
+) -> None:
+    p, d = pair
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as early:
-        with caplog.at_level(logging.WARNING), descriptors_left(0):
+        owner_of(p)._give_spare()
+        with descriptors_left(0):
             begin = time.monotonic()
             early.connect(address_of(p))
             until(lambda: count(p, "accepts_failed"), lambda failed: failed >= 3)
             tries, took_s = count(p, "accepts_failed"), time.monotonic() - begin
 
         assert tries <= took_s / ACCEPT_PAUSE_S + 1, "it pauses between"
-        assert caplog.text.count("Too many open files") == 1
         assert_d_can_read(p, d)
+    until(lambda: owner_of(p)._spare, lambda spare: spare >= 0)
 
 
 @pytest.mark.parametrize("number", range(14))
@@ -107,15 +140,43 @@ def test_a_cache_is_registered_with_few_descriptors_or_refused_in_a_sentence_and
     side.do_finish()
 
 
-@pytest.mark.parametrize("number", [0, 2, 3, 4])
+@pytest.mark.parametrize("number", range(5))
 def test_a_peer_that_cannot_be_connected_to_for_lack_of_descriptors_is_not_called_a_stranger(
     pair: tuple[TransportSide, TransportSide], number: int
 ) -> None:
     p, d = pair
     metadata = p.do_describe()
     with descriptors_left(number), pytest.raises(TransportError, match="ulimit -n"):
-        d.do_connect("P", 1, metadata)
+        d.do_connect("P", 1, metadata, within_s=DEADLINE_S)  # not that it did not answer in time
     assert_d_can_read(p, d)
+
+
+@pytest.mark.parametrize("d_is_first", [True, False])
+def test_d_hears_why_it_was_turned_away_also_where_p_has_closed_with_its_words_unread(d_is_first: bool) -> None:
+    """As P does that has no descriptor left: it cannot wait for what D says."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, ThreadPoolExecutor(1) as pool:
+        listener.bind(f"\0pdkv-test-{os.getpid()}")
+        listener.listen()
+        name = listener.getsockname()[1:].decode()
+        address = wire.Address(wire.VERSION, wire.machine_id(), name, bytes(wire.KEY_NBYTES), False)
+        send, speaks = wire.send, threading.Event()
+
+        def speak(*arguments: Any) -> None:
+            assert speaks.wait(DEADLINE_S)
+            send(*arguments)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(wire, "send", speak)
+            found = pool.submit(open_link, address, EngineRef("P", 1), EngineRef("D", 1), {}, DEADLINE_S)
+            connection, _ = listener.accept()
+            if d_is_first:
+                speaks.set()
+                assert select.select([connection], [], [], DEADLINE_S)[0]
+            send(connection, wire.Refuse("there is no room"))
+            connection.close()
+            speaks.set()
+            with pytest.raises(TransportError, match="the peer refuses: there is no room"):
+                found.result(DEADLINE_S)
 
 
 def test_who_goes_away_before_he_is_let_in_keeps_nobody_out(
