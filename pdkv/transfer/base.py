@@ -9,22 +9,21 @@ import logging
 import os
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import msgspec
-
-from pdkv.errors import GeometryError, PdkvError, ProtocolError, StaleGenerationError, StateError, TransportError
+from pdkv.errors import GeometryError, PdkvError, StateError, TransportError
 from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.checks import Connection, Connections, require_pairs
+from pdkv.transfer.connecting import Attempts, Connecting, Steps, run_to_end
 from pdkv.transfer.first_error import FirstError
 from pdkv.transfer.fit import model_difference, require_same_bytes
 from pdkv.transfer.geometry import CacheGeometry
-from pdkv.transfer.messages import MAX_METADATA_NBYTES, EngineRef
+from pdkv.transfer.messages import EngineRef
+from pdkv.transfer.metadata import Metadata, read_metadata, write_metadata
 from pdkv.transfer.shards import HeadSlice
 from pdkv.transfer.transport import Transfer, TransferState, Transport
-from pdkv.transfer.unpacking import unpack
 
 if TYPE_CHECKING:
     from pdkv.kvcache import GrowableKVCache
@@ -32,19 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 L = TypeVar("L")  # what a transport keeps of a peer
-
-
-class Metadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What :meth:`Transport.describe` returns, encoded. `own` is the transport's."""
-
-    transport: Annotated[str, msgspec.Meta(max_length=64)]
-    engine: EngineRef
-    geometry: bytes
-    own: bytes = b""
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Metadata)
 
 
 class PostedTransfer(Transfer):
@@ -105,6 +91,7 @@ class TransportBase(Transport, Generic[L]):
         #: By what happened: reads, writes, bytes, failed, abandoned, connects, refused.
         self.counts: Counter[str] = Counter()
         self._connections: Connections[L] = Connections()
+        self._attempts = Attempts()
         self._running: set[PostedTransfer] = set()
         self._leaving: list[Connection[L]] = []
         self._closed = False
@@ -127,8 +114,11 @@ class TransportBase(Transport, Generic[L]):
     @abstractmethod
     def _do_connect(
         self, peer: EngineRef, geometry: CacheGeometry, own: bytes, timeout_s: float, heads: HeadSlice | None
-    ) -> L:
-        """What is to be kept of a peer that fits. `heads` is None unless the transport converts."""
+    ) -> L | Steps[L]:
+        """What is to be kept of a peer that fits; where that is to be waited for, the steps to it, which never wait.
+
+        `heads` is None unless the transport converts.
+        """
 
     @abstractmethod
     def _do_disconnect(self, connection: Connection[L]) -> None:
@@ -178,17 +168,20 @@ class TransportBase(Transport, Generic[L]):
 
     def describe(self) -> bytes:
         engine, geometry = self._require_registered()
-        frame = _encoder.encode(Metadata(self.name, engine, geometry.encode(), self._do_describe()))
-        if len(frame) > MAX_METADATA_NBYTES:
-            raise TransportError(
-                f"the {self.name} transport's metadata takes {len(frame)} bytes, {MAX_METADATA_NBYTES} are allowed; "
-                "commit with defragment=True, so that there are fewer extents."
-            )
-        return frame
+        return write_metadata(Metadata(self.name, engine, geometry.encode(), self._do_describe()))
 
     def connect(
         self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0, heads: HeadSlice | None = None
     ) -> None:
+        self._attempts.abandon(peer.engine_id)
+        run_to_end(self._meet(peer, metadata, timeout_s, heads))
+
+    def begin_connect(
+        self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0, heads: HeadSlice | None = None
+    ) -> Connecting:
+        return self._attempts.begin(peer.engine_id, self._meet(peer, metadata, timeout_s, heads))
+
+    def _meet(self, peer: EngineRef, metadata: bytes, timeout_s: float, heads: HeadSlice | None) -> Steps[None]:
         ours = self._require_registered()[1]
         try:
             geometry, own = self._read_metadata(peer, metadata)
@@ -198,7 +191,8 @@ class TransportBase(Transport, Generic[L]):
                     f"the {self.name} transport moves all heads of a page; use one that converts (ipc)."
                 )
             self._connections.require_not_older(peer)
-            connection = Connection(peer, geometry, self._do_connect(peer, geometry, own, timeout_s, heads))
+            link = self._do_connect(peer, geometry, own, timeout_s, heads)
+            connection = Connection(peer, geometry, (yield from link) if isinstance(link, Generator) else link)
         except PdkvError:
             self.counts["refused"] += 1
             raise
@@ -211,6 +205,7 @@ class TransportBase(Transport, Generic[L]):
 
     def disconnect(self, engine_id: str) -> None:
         self.require_process()
+        self._attempts.abandon(engine_id)
         with FirstError() as errors:
             self._disconnect(engine_id, errors)
 
@@ -297,17 +292,7 @@ class TransportBase(Transport, Generic[L]):
         return self.engine, self.geometry
 
     def _read_metadata(self, peer: EngineRef, metadata: bytes) -> tuple[CacheGeometry, bytes]:
-        if len(metadata) > MAX_METADATA_NBYTES:
-            raise ProtocolError(f"a peer's metadata has {len(metadata)} bytes, more than {MAX_METADATA_NBYTES}.")
-        found = unpack(_decoder, metadata, "a peer's transport metadata")
-        if found.transport != self.name:
-            raise TransportError(f"the peer's transport is {found.transport!r}, this one {self.name!r}; use the same.")
-        if found.engine != peer:
-            raise StaleGenerationError(
-                f"the metadata is of engine {found.engine.engine_id!r} in generation {found.engine.generation}, not of "
-                f"{peer.engine_id!r} in {peer.generation}; handshake again."
-            )
-        return CacheGeometry.decode(found.geometry), found.own
+        return read_metadata(metadata, self.name, peer)
 
     def _require_fit(self, ours: CacheGeometry, theirs: CacheGeometry) -> None:
         if not self.converts:
@@ -336,6 +321,7 @@ class TransportBase(Transport, Generic[L]):
 
     def _drop_everything(self, errors: FirstError) -> None:
         """Peers and registration, each also where another one fails; what failed can be tried again."""
+        self._attempts.abandon_all()
         for connection in self._connections.all():
             self._disconnect(connection.peer.engine_id, errors)
         self._let_go(errors)

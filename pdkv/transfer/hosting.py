@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pdkv.errors import StateError
 from pdkv.transfer.blocks import BlockPair
+from pdkv.transfer.connecting import Connecting
 from pdkv.transfer.first_error import FirstError
 from pdkv.transfer.messages import Compatibility, Descriptor, EngineRef
 from pdkv.transfer.transport import Transfer, Transport
@@ -31,7 +32,7 @@ class Registration:
 
 
 class TransportHost(Protocol):
-    """No call waits for longer than `timeout_s`. What is read and written is as in :class:`Transport`."""
+    """No call but :meth:`rebuild` and :meth:`close` waits. What is read and written is as in :class:`Transport`."""
 
     @property
     def registration(self) -> Registration | None:
@@ -44,7 +45,8 @@ class TransportHost(Protocol):
     def rebuild(self, *, timeout_s: float) -> None:
         """Destroy the agent, and with it every transfer, and register anew, in a higher generation."""
 
-    def connect(self, peer: EngineRef, descriptor: Descriptor, *, timeout_s: float) -> None: ...
+    def connect(self, peer: EngineRef, descriptor: Descriptor, *, timeout_s: float) -> Connecting | None:
+        """As :meth:`Transport.begin_connect`."""
 
     def disconnect(self, engine_id: str) -> None: ...
 
@@ -136,8 +138,8 @@ class LocalHost:
         self.close(timeout_s=timeout_s)
         self.register()
 
-    def connect(self, peer: EngineRef, descriptor: Descriptor, *, timeout_s: float) -> None:
-        self._require().connect(peer, descriptor.metadata, timeout_s=timeout_s)
+    def connect(self, peer: EngineRef, descriptor: Descriptor, *, timeout_s: float) -> Connecting | None:
+        return self._require().begin_connect(peer, descriptor.metadata, timeout_s=timeout_s)
 
     def disconnect(self, engine_id: str) -> None:
         if self._transport is not None:

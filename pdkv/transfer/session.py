@@ -10,8 +10,8 @@
 
 The engine calls from its own thread, and gets what has happened from :meth:`Session.poll`. While it takes no steps, a
 thread does the same (:meth:`Session.start`), which sleeps until a message comes or something is due. All is under one
-lock. No call waits but for a peer's transport, `connect_s` at most and once for each peer, and for the end of the own
-one, `close_s` at most, in :meth:`Session.close` and where an agent must be rebuilt.
+lock. No call waits but for the end of the own transport, `close_s` at most, in :meth:`Session.close` and where an agent
+must be rebuilt. A peer's transport is waited for by turns, `connect_s` at most, and all else goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -207,11 +207,12 @@ class Session(SleepingSession):
             ConnectorError: the thread or the agent has not ended; keep the cache, and close() again.
         """
         if self._thread is not None:
-            self._thread.close(self.settings.connect_s + self.settings.close_s)
+            self._thread.close(self.settings.close_s)
         with self._lock:
             self._closed = True
             try:
                 self.host.close(timeout_s=self.settings.close_s)
+                self._forget_transfers()
             finally:
                 self.carrier.close()
 
@@ -245,7 +246,7 @@ class Session(SleepingSession):
         held = self._producer is not None and bool(self._producer.holders())
         return Turn(
             worked=worked,
-            polls=bool(self._running) or self._rebuilding,
+            polls=bool(self._running) or bool(self._meetings) or self._rebuilding,
             serves=held and self.host.needs_progress,
             due_in_s=None if due_at is None else due_at - self._clock.monotonic(),
         )

@@ -17,7 +17,19 @@ from pdkv.transfer.consumer_state import ConsumerSettings
 from pdkv.transfer.counters import Counters
 from pdkv.transfer.endpoint import Endpoint
 from pdkv.transfer.hosting import Registration, TransportHost
-from pdkv.transfer.messages import Ack, AnyMessage, FailCode, Handshake, Keyed, Refuse, Renew, TransferKey, Welcome
+from pdkv.transfer.meetings import Meetings
+from pdkv.transfer.messages import (
+    Ack,
+    AnyMessage,
+    EngineRef,
+    FailCode,
+    Handshake,
+    Keyed,
+    Refuse,
+    Renew,
+    TransferKey,
+    Welcome,
+)
 from pdkv.transfer.producer import Producer
 from pdkv.transfer.producer_books import ProducerSettings
 from pdkv.transfer.transport import Transfer, TransferState
@@ -74,6 +86,7 @@ class SessionBase:
             self._consumer = Consumer(self._clock, me, descriptor, self.settings.decode, self.counters)
         self._admission = Admission(self._clock, self.counters, self.settings.max_waiting)
         self._running: dict[TransferKey, Transfer] = {}
+        self._meetings = Meetings()
         self._events: list[Event] = []
         self._rebuilding = False
 
@@ -88,7 +101,7 @@ class SessionBase:
         for message in messages:
             self._received(message)
         self.host.progress()
-        moved = self._poll_transfers()
+        moved = self._poll_meetings() | self._poll_transfers()
         for endpoint in self._endpoints:
             endpoint.tick()
         return self._act() or bool(messages) or moved
@@ -105,6 +118,7 @@ class SessionBase:
             return
         endpoint.received(message)
         if isinstance(message, Refuse) and not endpoint.knows(message.meant.engine_id):
+            self._give_up_meeting(message.meant.engine_id)
             self.host.disconnect(message.meant.engine_id)
 
     def _addressee(self, message: AnyMessage) -> Producer | Consumer | None:
@@ -163,20 +177,51 @@ class SessionBase:
         posts = self._consumer if self._is_pull else self._producer
         if endpoint is not posts or self._rebuilding:
             return
+        self._give_up_meeting(action.peer.engine_id)
         try:
-            self.host.connect(action.peer, action.descriptor, timeout_s=self.settings.connect_s)
+            connecting = self.host.connect(action.peer, action.descriptor, timeout_s=self.settings.connect_s)
         except PdkvError as error:
-            self.counters.count("peers_refused_by_transport")
-            logger.error("Engine %s cannot be reached by the transport: %s", action.peer.engine_id, error)
-            if self._is_pull and self._consumer is not None:
-                self._consumer.peer_lost(action.peer.engine_id, _code_of(error), str(error))
+            self._not_connected(action.peer, error)
             return
-        if self._consumer is not None and self.host.fences_reads(action.peer):
-            self._consumer.reads_fenced(action.peer)
+        if connecting is None:
+            self._connected(action.peer)
+        else:
+            self._meetings.begun(action.peer, connecting)
+            self._poll_meetings()
+
+    def _poll_meetings(self) -> bool:
+        """See how peers stand who are being connected to; whether one is, or cannot be."""
+        ended = self._meetings.poll()
+        for peer, error, posts in ended:
+            if error is None:
+                self._connected(peer)
+                for action in posts:
+                    self._post(action)
+            else:
+                for action in posts:
+                    self._ended(action.key, False, _code_of(error), f"the peer cannot be reached: {error}")
+                self._not_connected(peer, error)
+        return bool(ended)
+
+    def _connected(self, peer: EngineRef) -> None:
+        if self._consumer is not None and self.host.fences_reads(peer):
+            self._consumer.reads_fenced(peer)
+
+    def _not_connected(self, peer: EngineRef, error: PdkvError) -> None:
+        self.counters.count("peers_refused_by_transport")
+        logger.error("Engine %s cannot be reached by the transport: %s", peer.engine_id, error)
+        if self._is_pull and self._consumer is not None:
+            self._consumer.peer_lost(peer.engine_id, _code_of(error), str(error))
+
+    def _give_up_meeting(self, engine_id: str) -> None:
+        for action in self._meetings.leave(engine_id):
+            self._ended(action.key, False, FailCode.POST_FAILED, "its peer was given up before it was connected")
 
     def _post(self, action: do.PostRead | do.PostWrite) -> None:
         if self._rebuilding:
             return  # the state machine tries again when the agent is there
+        if self._meetings.put_off(action):
+            return
         post = self.host.read if isinstance(action, do.PostRead) else self.host.write
         try:
             transfer = post(action.peer, action.pairs)
@@ -190,6 +235,9 @@ class SessionBase:
         self._poll_transfers()
 
     def _abandon(self, key: TransferKey) -> None:
+        if self._meetings.forget(key):
+            self._ended(key, False, FailCode.TRANSFER_FAILED, "it was abandoned before it was posted")
+            return
         transfer = self._running.get(key)
         if transfer is not None and transfer.abandon():
             del self._running[key]
@@ -220,8 +268,13 @@ class SessionBase:
         logger.warning("The transport's agent is destroyed and built again: %s", reason)
         self._rebuilding = True
         self.host.rebuild(timeout_s=self.settings.close_s)
-        self._running.clear()
+        self._forget_transfers()
         self._finish_rebuilding()
+
+    def _forget_transfers(self) -> None:
+        """The agent is gone, and with it all that it did."""
+        self._running.clear()
+        self._meetings.clear()
 
     def _finish_rebuilding(self) -> None:
         if self._rebuilding and (found := self.host.registration) is not None:

@@ -74,7 +74,7 @@ class SleepingSession(SessionBase):
         with self._lock:
             if isinstance(self.host, LocalHost):
                 self.host.close(timeout_s=self.settings.close_s)
-            self._running.clear()
+            self._forget_transfers()
 
     def publish(self, generation: int) -> None:
         """Answer handshakes with the present registration.

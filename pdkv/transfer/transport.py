@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdkv.errors import TransferTimeoutError
 from pdkv.transfer.blocks import BlockPair
+from pdkv.transfer.connecting import Connecting
 from pdkv.transfer.messages import EngineRef, FailCode
 from pdkv.transfer.shards import HeadSlice
 
@@ -160,6 +161,18 @@ class Transport(ABC):
             StaleGenerationError: it is of another engine or generation than `peer`, or a newer one is connected.
             TransferTimeoutError: the peer did not answer.
         """
+
+    def begin_connect(
+        self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0, heads: HeadSlice | None = None
+    ) -> Connecting | None:
+        """As :meth:`connect`, for whoever cannot wait: what comes of it is seen by polling.
+
+        None where the peer is connected already, as by a transport that has nothing to wait for. The next one for the
+        same engine, :meth:`disconnect`, :meth:`unregister` and :meth:`close` abandon one that has not ended. Raises as
+        :meth:`connect` does, or lets :meth:`Connecting.poll` do so.
+        """
+        self.connect(peer, metadata, timeout_s=timeout_s, heads=heads)
+        return None
 
     @abstractmethod
     def disconnect(self, engine_id: str) -> None:

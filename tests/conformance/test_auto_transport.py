@@ -35,10 +35,10 @@ def named(
         can_write = writes
         verifies = verifying
 
-        def connect(self, peer: EngineRef, metadata: bytes, **options: Any) -> None:
+        def _read_metadata(self, *arguments: Any) -> Any:
             if fails is not None:
                 raise fails
-            super().connect(peer, metadata, **options)
+            return super()._read_metadata(*arguments)
 
     return Named
 

@@ -21,6 +21,7 @@ from pdkv.testing.transports.bench import SCATTERED
 from pdkv.transfer.base import PostedTransfer
 from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.checks import Connection
+from pdkv.transfer.connecting import Connecting
 from pdkv.transfer.first_error import FirstError
 from pdkv.transfer.geometry import CacheGeometry
 from pdkv.transfer.inproc import InprocTransport
@@ -266,6 +267,29 @@ class KeepsSumsOfBlocksThatWereWithdrawn(Wrong):
         if isinstance(owner, KeepsSumsOfBlocksThatWereWithdrawn) and owner.has_withdrawn:
             transfer.end(TransferState.FAILED, "the bytes are not those that were summed")  # type: ignore[attr-defined]
         return transfer
+
+
+class Begun(Connecting):
+    """Says that it has ended at once, and does nothing."""
+
+    def poll(self) -> bool:
+        return True
+
+    def abandon(self) -> None:
+        return
+
+
+@caught_by("connects_by_polling")
+class SaysThatItIsConnectedAtOnce(Wrong):
+    def begin_connect(self, peer: EngineRef, metadata: bytes, **options: Any) -> Connecting:
+        return Begun()
+
+
+@caught_by("connects_to_nobody_who_was_given_up")
+class ConnectsBehindWhoGaveUp(Wrong):
+    def begin_connect(self, peer: EngineRef, metadata: bytes, **options: Any) -> Connecting:
+        self.connect(peer, metadata, **options)
+        return Begun()
 
 
 @caught_by("leaves_no_descriptor_open")

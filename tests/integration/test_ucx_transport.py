@@ -19,10 +19,10 @@ from transport_bench import between_processes
 import pdkv
 from pdkv.errors import ProtocolError, TransportError
 from pdkv.testing import TRANSPORT_CHECKS, TransportBench, run_transport_check
-from pdkv.transfer.base import Metadata
 from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.geometry import ByteRange
 from pdkv.transfer.messages import EngineRef
+from pdkv.transfer.metadata import Metadata
 from pdkv.transfer.transport import TransferState
 
 if importlib.util.find_spec("ucxx") is None:  # importing it here would change UCX's settings for all other tests

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdkv.errors import GeometryError, PdkvError, TransportError
+from pdkv.transfer.connecting import Steps, connected
 from pdkv.transfer.messages import EngineRef
 from pdkv.transfer.shards import HeadSlice
 from pdkv.transfer.transport import Transport
@@ -49,8 +50,8 @@ class Chooser:
     unavailable: Mapping[str, str]
     counts: Counter[str]
 
-    def connect(self, peer: EngineRef, theirs: Description, timeout_s: float, heads: HeadSlice | None) -> Choice:
-        """Try what both have, the best first.
+    def connect(self, peer: EngineRef, theirs: Description, timeout_s: float, heads: HeadSlice | None) -> Steps[Choice]:
+        """Try what both have, the best first, in steps that do not wait.
 
         Raises as :meth:`pdkv.transfer.transport.Transport.connect` does.
         """
@@ -61,7 +62,9 @@ class Chooser:
                 continue
             left_s = max(0.05, deadline - time.monotonic())
             try:
-                self.registered[name].connect(peer, theirs.transports[name], timeout_s=left_s, heads=heads)
+                description = theirs.transports[name]
+                begun = self.registered[name].begin_connect(peer, description, timeout_s=left_s, heads=heads)
+                yield from connected(begun)
             except TransportError as error:
                 failed[name], why[name] = error, str(error)
                 self.counts["fallbacks"] += 1

@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 from pdkv.errors import StaleGenerationError, StateError, TransportError
 from pdkv.transfer.blocks import BlockPair
+from pdkv.transfer.connecting import Attempts, Connecting, Steps, run_to_end
 from pdkv.transfer.first_error import FirstError
 from pdkv.transfer.messages import EngineRef
 from pdkv.transfer.shards import HeadSlice
@@ -68,6 +69,7 @@ class AutoTransport(Transport):
         self._registered: dict[str, Transport] = {}
         self._choices: dict[str, Choice] = {}
         self._transfers: WeakSet[Transfer] = WeakSet()
+        self._attempts = Attempts()
         self._closed = False
 
     # Registration.
@@ -93,6 +95,7 @@ class AutoTransport(Transport):
         running = sum(transfer.poll() is TransferState.RUNNING for transfer in list(self._transfers))
         if running:
             raise StateError(f"{running} transfers still run; wait until they have ended, or close() the transport.")
+        self._attempts.abandon_all()
         with FirstError() as errors:
             for name, transport in list(self._registered.items()):
                 if errors.attempt(f"unregister the {name} transport", transport.unregister):
@@ -108,6 +111,15 @@ class AutoTransport(Transport):
     def connect(
         self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0, heads: HeadSlice | None = None
     ) -> None:
+        self._attempts.abandon(peer.engine_id)
+        run_to_end(self._meet(peer, metadata, timeout_s, heads))
+
+    def begin_connect(
+        self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0, heads: HeadSlice | None = None
+    ) -> Connecting:
+        return self._attempts.begin(peer.engine_id, self._meet(peer, metadata, timeout_s, heads))
+
+    def _meet(self, peer: EngineRef, metadata: bytes, timeout_s: float, heads: HeadSlice | None) -> Steps[None]:
         self._require_registered()
         theirs = Description.decode(metadata)
         before = self._choices.get(peer.engine_id)
@@ -117,7 +129,7 @@ class AutoTransport(Transport):
                 "older, its memory is gone."
             )
         chooser = Chooser(self._host, self._registered, self._makers.unavailable, self.counts)
-        choice = self._choices[peer.engine_id] = chooser.connect(peer, theirs, timeout_s, heads)
+        choice = self._choices[peer.engine_id] = yield from chooser.connect(peer, theirs, timeout_s, heads)
         if before is not None and before.transport != choice.transport:
             leave = partial(self._registered[before.transport].disconnect, peer.engine_id)
             FirstError().attempt(f"leave {peer.engine_id} by {before.transport}", leave)
@@ -126,6 +138,7 @@ class AutoTransport(Transport):
         logger.info("Peer %s is reached by %s, %s: %s.", peer.engine_id, choice.transport, how, choice.reason)
 
     def disconnect(self, engine_id: str) -> None:
+        self._attempts.abandon(engine_id)
         choice = self._choices.pop(engine_id, None)
         if choice is not None and choice.transport in self._registered:
             self._registered[choice.transport].disconnect(engine_id)
@@ -181,6 +194,7 @@ class AutoTransport(Transport):
 
     def close(self, *, timeout_s: float = 5.0) -> None:
         self._closed = True
+        self._attempts.abandon_all()
         try:
             self._makers.close(timeout_s)
         finally:

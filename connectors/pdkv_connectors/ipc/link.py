@@ -8,12 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 from pdkv.errors import DriverError, ProtocolError, StaleGenerationError, TransferTimeoutError, TransportError
 from pdkv.memory import ImportedMemory, MemoryDriver, Piece
+from pdkv.transfer.connecting import Steps
 from pdkv.transfer.messages import EngineRef
 from pdkv_connectors.ipc import wire
 from pdkv_connectors.ipc.loop import Loop
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -138,8 +142,8 @@ def open_link(
     me: EngineRef,
     drivers: dict[int, MemoryDriver],
     timeout_s: float,
-) -> Link:
-    """Connect to P and map what it hands over.
+) -> Steps[Link]:
+    """Connect to P and map what it hands over, in steps that do not wait for it.
 
     Args:
         drivers: what maps each memory.
@@ -153,16 +157,16 @@ def open_link(
     connection = _socket_for(address)
     memories: dict[int, ImportedMemory] = {}
     try:
-        connection.settimeout(timeout_s)
-        connection.connect("\0" + address.name)
+        connection.setblocking(False)
+        yield from _waited(lambda: connection.connect("\0" + address.name), deadline)
         wire.require_same_user(connection)
         with suppress(BrokenPipeError, ConnectionResetError):  # it may have said why before it closed the connection
-            wire.send(connection, wire.Hello(wire.VERSION, address.key, me, peer))
+            hello = wire.Hello(wire.VERSION, address.key, me, peer)
+            yield from _waited(lambda: wire.send(connection, hello), deadline)
         grants = _Grants()
         try:
             while not grants.complete:
-                connection.settimeout(max(deadline - time.monotonic(), 1e-3))
-                grants.take(_heard(connection))
+                grants.take((yield from _waited(lambda: _heard(connection), deadline)))
             memories = grants.map(drivers)
         finally:
             grants.close()
@@ -185,6 +189,17 @@ def open_link(
         if isinstance(error, OSError):
             raise TransportError(f"engine {peer.engine_id!r} cannot be reached on this machine: {error}") from error
         raise
+
+
+def _waited(call: Callable[[], T], deadline: float) -> Steps[T]:
+    """What a call of a socket that does not block returns in the end. Raises TimeoutError."""
+    while True:
+        try:
+            return call()
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError("the peer does not answer") from None
+        yield
 
 
 def _heard(connection: socket.socket) -> tuple[wire.Message, tuple[int, ...]] | None:

@@ -22,6 +22,7 @@ from pdkv.memory import MemoryDriver, open_driver
 from pdkv.transfer.base import PostedTransfer, TransportBase
 from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.checks import Connection, require_pairs
+from pdkv.transfer.connecting import Steps
 from pdkv.transfer.counters import Counters
 from pdkv.transfer.first_error import FirstError
 from pdkv.transfer.geometry import CacheGeometry
@@ -211,7 +212,7 @@ class IpcTransport(TransportBase[Route]):
 
     def _do_connect(
         self, peer: EngineRef, geometry: CacheGeometry, own: bytes, timeout_s: float, heads: HeadSlice | None
-    ) -> Route:
+    ) -> Steps[Route]:
         me, ours = self._require_registered()
         cache = self.cache
         if cache is None or self._loop is None or self._pages is None:
@@ -231,7 +232,7 @@ class IpcTransport(TransportBase[Route]):
         if self.verifies:
             require_verifiable(legs)
         driver = self._pages if ours.driver == "host" else cache.driver
-        link = open_link(address, peer, me, {0: driver, 1: driver, 2: self._pages}, timeout_s)
+        link = yield from open_link(address, peer, me, {0: driver, 1: driver, 2: self._pages}, timeout_s)
         between = Between(link, geometry, ours, legs, scales, self.verifies)
         try:
             require_backed(geometry, link.memories, verify=self.verifies)

@@ -7,10 +7,12 @@ import atexit
 import concurrent.futures
 import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from pdkv.errors import PdkvError, TransferTimeoutError, TransportError
+from pdkv.transfer.connecting import Steps
 from pdkv_connectors.descriptors import require_to_start
 from pdkv_connectors.ucx.api import find_ucx, start_ucx
 
@@ -102,6 +104,23 @@ class UcxLoop:
         """
         return self._result(self.spawn(work), timeout_s)
 
+    def steps(self, work: Coroutine[Any, Any, T], timeout_s: float, drop: Callable[[T], object]) -> Steps[T]:
+        """As :meth:`run`, in steps that do not wait.
+
+        Args:
+            drop: gets what came of it where the steps are not taken to their end; else `work` is cancelled then.
+        """
+        future = self.spawn(work)
+        deadline = time.monotonic() + timeout_s
+        try:
+            while not future.done() and time.monotonic() < deadline:
+                yield
+        except GeneratorExit:
+            if not future.cancel() and future.exception() is None:
+                drop(future.result())
+            raise
+        return self._result(future, timeout_s, wait_s=0.0)
+
     def stop(self) -> None:
         """End who uses it, then the thread, and UCX's own before it: they must not run while the interpreter goes.
 
@@ -129,9 +148,9 @@ class UcxLoop:
         future.add_done_callback(self._work.discard)
         return future
 
-    def _result(self, future: concurrent.futures.Future[T], timeout_s: float) -> T:
+    def _result(self, future: concurrent.futures.Future[T], timeout_s: float, *, wait_s: float | None = None) -> T:
         try:
-            return future.result(timeout_s)
+            return future.result(timeout_s if wait_s is None else wait_s)
         except PdkvError:
             raise
         except concurrent.futures.TimeoutError:

@@ -25,6 +25,7 @@ from pdkv.errors import PdkvError, TransferTimeoutError, TransportError
 from pdkv.transfer.base import PostedTransfer
 from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.checks import Connection
+from pdkv.transfer.connecting import Steps
 from pdkv.transfer.geometry import CacheGeometry
 from pdkv.transfer.messages import Digest, EngineRef
 from pdkv.transfer.runs import copies_for
@@ -161,11 +162,11 @@ class UcxTransport(CheckingTransport[AskingLink]):
 
     def _do_connect(
         self, peer: EngineRef, geometry: CacheGeometry, own: bytes, timeout_s: float, heads: HeadSlice | None
-    ) -> AskingLink:
+    ) -> Steps[AskingLink]:
         found = read_own(own)
         self._require_agreed(found.verifies)
         require_to_connect("one more peer of UCX")
-        return self._loop.run(self._open(found), timeout_s)
+        return self._loop.steps(self._open(found), timeout_s, lambda link: self._loop.spawn(link.disconnect()))
 
     async def _open(self, own: _Own) -> AskingLink:
         link = AskingLink(await self._loop.ucx.create_endpoint(own.host, own.port), verifies=own.verifies)

@@ -22,12 +22,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pdkv.testing.rules import BrokenRuleError, allowed
-from pdkv.testing.transports import ending, fencing, integrity, moving
+from pdkv.testing.transports import connecting, ending, fencing, integrity, moving
 from pdkv.testing.transports._registry import TRANSPORT_CHECKS
 from pdkv.testing.transports.bench import TransportBench
 from pdkv.testing.transports.side import TransportFactory
 
-__all__ = ["TRANSPORT_CHECKS", "check_transport", "ending", "fencing", "integrity", "moving", "run_transport_check"]
+__all__ = [
+    "TRANSPORT_CHECKS",
+    "check_transport",
+    "connecting",
+    "ending",
+    "fencing",
+    "integrity",
+    "moving",
+    "run_transport_check",
+]
 
 
 def check_transport(

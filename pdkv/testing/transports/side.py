@@ -10,6 +10,7 @@ from pdkv.errors import StateError
 from pdkv.kvcache import AttentionSpec, GrowableKVCache, KVCacheConfig, KVCacheLayout
 from pdkv.memory import open_driver
 from pdkv.transfer.blocks import BlockPair
+from pdkv.transfer.connecting import Connecting
 from pdkv.transfer.messages import EngineRef
 from pdkv.transfer.shards import HeadSlice
 from pdkv.transfer.transport import Transfer, Transport
@@ -33,6 +34,7 @@ class TransportSide:
         self._transport: Transport | None = None
         self._cache: GrowableKVCache | None = None
         self._transfers: list[Transfer] = []
+        self._begun: list[Connecting] = []
 
     @property
     def transport(self) -> Transport:
@@ -56,7 +58,7 @@ class TransportSide:
     def do_open(self) -> dict[str, Any]:
         """A new transport; what it says of itself."""
         self._transport = self._factory()
-        self._transfers = []
+        self._transfers, self._begun = [], []
         names = ("name", "can_read", "can_write", "converts", "verifies")
         return {name: getattr(self._transport, name) for name in names} | {"granule": self._driver.granule}
 
@@ -67,7 +69,7 @@ class TransportSide:
         """The check is over: give everything back."""
         if self._transport is not None:
             self._transport.close()
-        self._transport, self._transfers = None, []
+        self._transport, self._transfers, self._begun = None, [], []
         if self._cache is not None:
             self._cache.close()
             self._cache = None
@@ -191,6 +193,20 @@ class TransportSide:
         wanted = None if heads is None else HeadSlice(*heads)
         peer = EngineRef(engine, generation)
         self.transport.connect(peer, bytes.fromhex(metadata), timeout_s=within_s, heads=wanted)
+
+    def do_begin_connect(self, engine: str, generation: int, metadata: str) -> int | None:
+        """Begin to connect; its number among those, None where it is connected already."""
+        begun = self.transport.begin_connect(EngineRef(engine, generation), bytes.fromhex(metadata), timeout_s=20.0)
+        if begun is None:
+            return None
+        self._begun.append(begun)
+        return len(self._begun) - 1
+
+    def do_poll_connect(self, number: int) -> bool:
+        return self._begun[number].poll()
+
+    def do_abandon_connect(self, number: int) -> None:
+        self._begun[number].abandon()
 
     def do_disconnect(self, engine: str) -> None:
         self.transport.disconnect(engine)

@@ -22,6 +22,7 @@ from ipc_peers import registered, until
 
 from pdkv.errors import PdkvError, TransportError
 from pdkv.testing.transports.side import TransportSide
+from pdkv.transfer.connecting import run_to_end
 from pdkv.transfer.messages import EngineRef
 from pdkv_connectors.ipc import IpcTransport, wire
 from pdkv_connectors.ipc.link import open_link
@@ -167,7 +168,8 @@ def test_d_hears_why_it_was_turned_away_also_where_p_has_closed_with_its_words_u
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(wire, "send", speak)
-            found = pool.submit(open_link, address, EngineRef("P", 1), EngineRef("D", 1), {}, DEADLINE_S)
+            steps = open_link(address, EngineRef("P", 1), EngineRef("D", 1), {}, DEADLINE_S)
+            found = pool.submit(run_to_end, steps)
             connection, _ = listener.accept()
             if d_is_first:
                 speaks.set()

@@ -12,9 +12,9 @@ from ipc_peers import registered, until
 
 from pdkv.errors import ProtocolError
 from pdkv.testing.transports.side import TransportSide
-from pdkv.transfer.base import Metadata
 from pdkv.transfer.geometry import CacheGeometry
 from pdkv.transfer.messages import EngineRef
+from pdkv.transfer.metadata import Metadata
 from pdkv_connectors.ipc import IpcTransport, wire
 from pdkv_connectors.ipc.link import Link
 from pdkv_connectors.ipc.loop import Loop
