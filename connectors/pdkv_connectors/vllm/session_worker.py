@@ -6,8 +6,8 @@ It is driven by vLLM's steps, which vLLM makes as long as a request holds blocks
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -24,32 +24,44 @@ from pdkv_connectors.vllm.session_orders import (
     Offer,
     Order,
     Post,
-    Rank,
     RankRegistration,
     Rebuild,
     StepReports,
     Withdraw,
 )
+from pdkv_connectors.vllm.session_peers import WorkerPeers
 
 if TYPE_CHECKING:
     from pdkv.kvcache import GrowableKVCache
 
 logger = init_logger(f"vllm.{__name__}")
 
-CONNECT_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
+#: Seconds of a step for a peer that is met for the first time, which most need a few milliseconds of; one that does not
+#: answer is looked at once a step from then on.
+MEETING_S, MEETING_PAUSE_S = 20e-3, 1e-4
 #: Seconds of a step for transfers that move only while they are polled: ipc on the host.
 MOVING_S = 5e-3
 
 
 @dataclass(slots=True)
 class _Running:
-    """A transfer of this rank: as many as it has counterparts, and what has failed of it so far."""
+    """A transfer of this rank: as many as it has counterparts, and what has failed of it so far.
+
+    Attributes:
+        since: it was posted; None before that.
+    """
 
     order: Post
-    since: float
-    transfers: list[Transfer]
+    peers: tuple[EngineRef, ...]
+    since: float | None = None
+    transfers: list[Transfer] = field(default_factory=list)
     failure: Failure | None = None
+
+    def fail(self, error: PdkvError) -> None:
+        """It cannot be posted, or not all of it."""
+        code = FailCode.INCOMPATIBLE if isinstance(error, GeometryError) else FailCode.POST_FAILED
+        self.failure = Failure(f"{type(error).__name__}: {error}", code)
 
 
 class SessionWorker:
@@ -78,7 +90,7 @@ class SessionWorker:
         self._last = EngineRef(engine_id, 0)
         self._cache: GrowableKVCache | None = None
         self._transport: Transport | None = None
-        self._known: dict[str, Rank] = {}
+        self._peers = WorkerPeers()
         self._running: dict[int, _Running] = {}
         self._moving_s = 0.0  # from posting until the end was seen, of all transfers together
         self._reports = StepReports()
@@ -123,7 +135,7 @@ class SessionWorker:
         Raises:
             PdkvError: it is not known to be gone, so the memory must stay; unregister() again.
         """
-        self._known.clear()
+        self._peers.clear()
         self._running.clear()
         if self._transport is not None:
             self._transport.close(timeout_s=CLOSE_TIMEOUT_S)
@@ -136,7 +148,7 @@ class SessionWorker:
         for order in orders:
             match order:
                 case Connect():
-                    self._known.update((rank.engine.engine_id, rank) for rank in order.ranks[self._rank])
+                    self._peers.learn(order.ranks[self._rank])
                 case Disconnect():
                     for engine_id in order.engine_ids[self._rank]:
                         self._forget(engine_id)
@@ -149,8 +161,11 @@ class SessionWorker:
 
     def collect(self) -> StepReports | None:
         """What there is to say since the last step."""
+        self._meet_peers()
         until = time.monotonic() + MOVING_S
         for number, running in list(self._running.items()):
+            if running.since is None:
+                continue
             states = [_poll(transfer, until) for transfer in running.transfers]
             if TransferState.RUNNING in states:
                 continue
@@ -170,30 +185,44 @@ class SessionWorker:
     # Parts.
 
     def _post(self, order: Post) -> None:
-        """Nothing is posted before all counterparts are connected; it has ended when all that was posted has (I11)."""
-        running = _Running(order, time.monotonic(), [])
+        running = self._running[order.number] = _Running(order, order.ranks[self._rank])
+        has_begun = False
         try:
-            transport = self._connected(order.ranks[self._rank])
-            post = transport.read if order.reads else transport.write
-            running.since = time.monotonic()
-            for peer in order.ranks[self._rank]:
-                running.transfers.append(post(peer, order.pairs))
+            has_begun = self._peers.meet(self._require_transport(), running.peers)
         except PdkvError as error:
-            code = FailCode.INCOMPATIBLE if isinstance(error, GeometryError) else FailCode.POST_FAILED
-            running.failure = Failure(f"{type(error).__name__}: {error}", code)
-        self._running[order.number] = running
+            running.fail(error)
+        until = time.monotonic() + MEETING_S
+        self._meet_peers()
+        while has_begun and running.since is None and time.monotonic() < until:
+            time.sleep(MEETING_PAUSE_S)
+            self._meet_peers()
 
-    def _connected(self, peers: Sequence[EngineRef]) -> Transport:
-        """The transport, after it has connected to `peers` as the scheduler's half has described them."""
+    def _meet_peers(self) -> None:
+        """Go on connecting to peers, and post what has waited for that."""
+        errors = self._peers.poll()
+        for running in self._running.values():
+            if running.since is None:
+                for engine_id in {peer.engine_id for peer in running.peers} & errors.keys():
+                    running.fail(errors[engine_id])
+                if running.failure is not None or not self._peers.awaits(running.peers):
+                    self._start(running)
+
+    def _start(self, running: _Running) -> None:
+        """Nothing is posted before all counterparts are connected; it has ended when all that was posted has (I11)."""
+        running.since = time.monotonic()
+        if running.failure is not None:
+            return
+        try:
+            transport = self._require_transport()
+            post = transport.read if running.order.reads else transport.write
+            for peer in running.peers:
+                running.transfers.append(post(peer, running.order.pairs))
+        except PdkvError as error:
+            running.fail(error)
+
+    def _require_transport(self) -> Transport:
         if self._transport is None:
             raise StateError("the KV cache of this rank is asleep; wake the engine before it reads.")
-        for peer in peers:
-            known = self._known.get(peer.engine_id)
-            if known is None or not known.metadata:
-                continue
-            self._transport.connect(known.engine, known.metadata, timeout_s=CONNECT_TIMEOUT_S, heads=known.heads)
-            # What it takes to connect is not needed any more.
-            self._known[peer.engine_id] = replace(known, metadata=b"")
         return self._transport
 
     def _announce(self, order: Offer | Withdraw) -> None:
@@ -205,7 +234,7 @@ class SessionWorker:
             logger.warning("pdkv: the transport could not prepare %d blocks: %s", len(order.block_ids), error)
 
     def _forget(self, engine_id: str) -> None:
-        self._known.pop(engine_id, None)
+        self._peers.forget(engine_id)
         if self._transport is not None:
             self._transport.disconnect(engine_id)
 

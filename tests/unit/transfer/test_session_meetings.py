@@ -8,51 +8,24 @@ import pytest
 import torch
 from session_pair import SessionPair, contents, make_cache, make_session, run
 
-from pdkv.errors import PdkvError, TransferTimeoutError
-from pdkv.transfer import ConsumerSettings, EngineRef, FailCode
+from pdkv.errors import TransferTimeoutError
+from pdkv.testing.transports.silent import SilentPeers
+from pdkv.transfer import ConsumerSettings, FailCode
 from pdkv.transfer.actions import Failed, FreeBlocks, Loaded
-from pdkv.transfer.connecting import Steps
-from pdkv.transfer.geometry import CacheGeometry
-from pdkv.transfer.inproc import InprocTransport
-from pdkv.transfer.shards import HeadSlice
 
 pytestmark = pytest.mark.cpu
 
 MINE = (7, 3)
 
 
-class Slow(InprocTransport):
-    """Engines of `silent` do not answer until they are taken out of it; one of `refuses` says no instead."""
-
-    silent: set[str] = set()  # noqa: RUF012
-    refuses: dict[str, PdkvError] = {}  # noqa: RUF012
-    waiting = 0
-
-    def _do_connect(
-        self, peer: EngineRef, geometry: CacheGeometry, own: bytes, timeout_s: float, heads: HeadSlice | None
-    ) -> Steps[str]:  # type: ignore[override]
-        return self._in_steps(peer, super()._do_connect(peer, geometry, own, timeout_s, heads))
-
-    def _in_steps(self, peer: EngineRef, link: str) -> Steps[str]:
-        Slow.waiting += 1
-        try:
-            while peer.engine_id in Slow.silent:
-                yield
-            if peer.engine_id in Slow.refuses:
-                raise Slow.refuses[peer.engine_id]
-            return link
-        finally:
-            Slow.waiting -= 1
-
-
 @pytest.fixture
 def pair() -> Iterator[SessionPair]:
     """P is silent."""
-    Slow.silent, Slow.refuses, Slow.waiting = {"P"}, {}, 0
-    pair = SessionPair(make_transport=Slow)
+    SilentPeers.reset("P")
+    pair = SessionPair(make_transport=SilentPeers)
     yield pair
     pair.close()
-    assert Slow.waiting == 0, "nobody is waited for any more"
+    assert SilentPeers.waiting == 0, "nobody is waited for any more"
 
 
 def ask(pair: SessionPair) -> None:
@@ -60,7 +33,7 @@ def ask(pair: SessionPair) -> None:
     pair.decode.arrived("r", pair.offer("r", [4, 5]), 32)
     pair.decode.allocated("r", run(*MINE))
     pair.settle()
-    assert Slow.waiting == 1
+    assert SilentPeers.waiting == 1
     assert not pair.events["D"]
     assert not pair.decode._running
 
@@ -68,7 +41,7 @@ def ask(pair: SessionPair) -> None:
 def test_a_read_is_posted_when_its_peer_is_connected(pair: SessionPair) -> None:
     ask(pair)
     assert pair.decode._found(worked=False).polls, "its thread looks again"
-    Slow.silent = set()
+    SilentPeers.silent.clear()
     pair.settle()
     assert pair.of("D", Loaded) == [Loaded("r")]
     assert torch.equal(contents(pair.caches[1], list(MINE)), contents(pair.caches[0], [4, 5]))
@@ -94,14 +67,15 @@ def test_the_lease_of_a_request_that_waits_is_renewed(pair: SessionPair) -> None
     for _ in range(50):
         pair.settle(1.0)
     assert not pair.of("P", FreeBlocks)
-    Slow.silent = set()
+    SilentPeers.silent.clear()
     pair.settle()
     assert pair.of("D", Loaded) == [Loaded("r")]
 
 
 def test_a_request_fails_where_its_peer_cannot_be_connected(pair: SessionPair) -> None:
     ask(pair)
-    Slow.silent, Slow.refuses = set(), {"P": TransferTimeoutError("P did not answer")}
+    SilentPeers.silent.clear()
+    SilentPeers.refuses["P"] = TransferTimeoutError("P did not answer")
     pair.settle()
     (failed,) = pair.of("D", Failed)
     assert failed.code is FailCode.TIMED_OUT
@@ -138,7 +112,7 @@ def test_blocks_of_a_read_that_was_never_posted_are_free_at_once_and_nothing_is_
     end(pair)
     assert pair.of("D", FreeBlocks) == [FreeBlocks("r", MINE)]
     assert pair.decode.metrics()["quarantined_blocks"] == 0
-    Slow.silent = set()
+    SilentPeers.silent.clear()
     pair.settle(1.0)
     assert torch.equal(contents(pair.caches[1], list(MINE)), before)
     assert not pair.decode._meetings
@@ -153,8 +127,8 @@ def test_a_peer_that_comes_in_a_new_generation_is_connected_in_that_one_only(pai
     pair.decode.arrived("s", pair.offer("s", [6]), 16)
     pair.decode.allocated("s", run(9))
     pair.settle(1.0)
-    assert Slow.waiting == 1, "the older one is given up"
-    Slow.silent = set()
+    assert SilentPeers.waiting == 1, "the older one is given up"
+    SilentPeers.silent.clear()
     pair.settle()
     assert pair.of("D", Loaded) == [Loaded("s")]
 
@@ -162,17 +136,17 @@ def test_a_peer_that_comes_in_a_new_generation_is_connected_in_that_one_only(pai
 def test_an_agent_that_is_rebuilt_forgets_whom_the_old_one_was_connecting_to(pair: SessionPair) -> None:
     ask(pair)
     pair.decode._rebuild("a test wants it")
-    assert Slow.waiting == 0
-    Slow.silent = set()
+    assert SilentPeers.waiting == 0
+    SilentPeers.silent.clear()
     pair.settle()
     assert pair.of("D", Loaded) == [Loaded("r")]
 
 
 def test_a_session_that_sleeps_gives_up_whom_it_was_connecting_to() -> None:
-    Slow.silent, Slow.refuses, Slow.waiting = {"P"}, {}, 0
-    pair = SessionPair(make_transport=Slow, decode=ConsumerSettings())
+    SilentPeers.reset("P")
+    pair = SessionPair(make_transport=SilentPeers, decode=ConsumerSettings())
     ask(pair)
     pair.decode.sleep("abort")
-    assert Slow.waiting == 0
+    assert SilentPeers.waiting == 0
     assert not pair.decode._meetings
     pair.close()
