@@ -51,6 +51,28 @@ def test_survivors_of_a_push_serve_the_next_peer_and_nothing_is_lost(push: Deplo
     assert push.totals.is_good
 
 
+@pytest.fixture(scope="module")
+def ipc(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with Deployment(tmp_path_factory.mktemp("ipc"), transport="ipc", seed=3) as deployment:
+        yield deployment
+
+
+#: Those in which a READ that needs nothing of its owner, and memory that a peer has mapped, make a difference.
+OVER_IPC = (
+    "a_stopped_peer_goes_on_in_time",
+    "a_peer_is_stopped_under_a_transfer_and_never_goes_on",
+    "decode_is_stopped_as_prefill_goes_from_draining_to_asleep",
+    "decode_is_stopped_as_prefill_goes_from_running_to_lent",
+    "decode_sleeps_while_a_transfer_is_delayed",
+)
+
+
+@pytest.mark.parametrize("name", OVER_IPC)
+def test_survivors_of_a_pull_over_ipc_serve_the_next_peer_and_nothing_is_lost(ipc: Deployment, name: str) -> None:
+    run_scenario(name, ipc)
+    assert ipc.totals.is_good
+
+
 def test_over_the_default_transports_a_stopped_prefill_serves_and_goes_on(tmp_path: Path) -> None:
     """Without tcp a READ on one host needs nothing of its owner, once the two have met."""
     with Deployment(tmp_path) as deployment:

@@ -167,8 +167,11 @@ class Deployment:
         self.arrive(asked, reference, held=held)
         return asked
 
-    def in_flight(self, asked: Asked | None = None) -> None:
-        """A transfer runs that cannot end, for the side that does not post it is stopped. Over tcp only."""
+    def in_flight(self, asked: Asked | None = None) -> bool:
+        """Stop the side that does not post a transfer as it is posted; whether the transfer needs that side to end.
+
+        Over tcp it does. Over ipc a READ needs nothing of its owner, and has brought the KV when this returns.
+        """
         still = "P" if self.mode == "pull" else "D"
         if asked is None:
             asked = self.ask(held=True)
@@ -183,7 +186,15 @@ class Deployment:
             self.stop(still)
             self.proxy.hold(False)
         poster = self.d if self.mode == "pull" else self.p
-        self.until(lambda: poster.ask("state")["transfers"] > 0, "a transfer is in flight")
+
+        def runs() -> bool:
+            return bool(poster.ask("state")["transfers"] > 0)
+
+        def has_its_kv() -> bool:
+            return asked.request_id in self.d.ask("results")
+
+        self.until(lambda: runs() or has_its_kv(), "a transfer is in flight")
+        return not has_its_kv()
 
     # What must hold.
 

@@ -23,6 +23,7 @@ from pdkv.transfer.quarantine import QuarantineSettings
 from pdkv.transfer.reference import Reference
 from pdkv.transfer.session import Role, Session, SessionSettings
 from pdkv.transfer.sidechannel import SideChannel, SideChannelSettings
+from pdkv.transfer.transport import Transport
 
 COMPATIBILITY = Compatibility(
     model="toy", dtype="float32", cache_dtype="auto", layout="LBNHC", block_size=BLOCK_TOKENS, connector="processes/1"
@@ -62,7 +63,9 @@ class EngineProcess:
         self._memory = SimMemory(NUM_BLOCKS)
         self._toy = ToyCache()
         self._channel = SideChannel(engine_id, SideChannelSettings.from_values(peers=peers))
-        host = LocalHost(find_transport(transport), self._toy.cache, engine_id, COMPATIBILITY)
+        self._make_transport = find_transport(transport)
+        self._transports: list[Transport] = []
+        host = LocalHost(self._transport, self._toy.cache, engine_id, COMPATIBILITY)
         self._session = Session(host, self._channel, role=role, settings=settings_for(mode))
         self._requests: dict[str, _Live] = {}
         self._results: dict[str, list[Any]] = {}
@@ -109,7 +112,8 @@ class EngineProcess:
     def do_sleep(self, mode: lifecycle.SleepMode, deadline_s: float, strike: list[Any] | None = None) -> dict[str, Any]:
         """Give the memory back. The engine steps while it waits, so that its requests come to their end."""
         self._connector.strike = Strike(*strike) if strike else None
-        return put_to_sleep(self._toy.cache, self._connector, self.idle, mode, deadline_s)
+        report = put_to_sleep(self._toy.cache, self._connector, self.idle, mode, deadline_s)
+        return {**report, "kept_by_peers": self._num_keeping()}
 
     def do_wake(self, strike: list[Any] | None = None) -> int:
         """Take memory again; the generation."""
@@ -119,13 +123,21 @@ class EngineProcess:
     def do_lend(self, strike: list[Any] | None = None) -> dict[str, Any]:
         """Lend the memory to a weight update and take it back."""
         self._connector.strike = Strike(*strike) if strike else None
-        return lend(self._toy.cache, self._connector)
+        return {**lend(self._toy.cache, self._connector), "kept_by_peers": self._num_keeping()}
 
     def do_lifecycle(self) -> str:
         """The state of the cache."""
         return str(lifecycle.state(self._toy.cache))
 
     # The engine.
+
+    def _transport(self) -> Transport:
+        self._transports.append(self._make_transport())
+        return self._transports[-1]
+
+    def _num_keeping(self) -> int:
+        """How many peers, so far, have not let go of memory that they had mapped when they were told to."""
+        return sum(int(made.describe_state().get("drops_unacknowledged", 0)) for made in self._transports)
 
     def _require_running(self) -> None:
         if (state := lifecycle.state(self._toy.cache)) is not lifecycle.State.RUNNING:
