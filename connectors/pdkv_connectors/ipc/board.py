@@ -1,4 +1,8 @@
-"""Which of P's blocks are complete and summed, for D to see without asking: a word for each block, in shared memory."""
+"""Which of P's blocks are complete and summed, for D to see without asking: a mark for each block, in shared memory.
+
+A mark is 0 where a block is not to be read as it is. Else it is another one each time that P has taken the block back,
+so that D can tell whether that has happened under a READ.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,9 @@ from pdkv_connectors.ipc.host_mover import bytes_at
 from pdkv_connectors.ipc.owner import GrantedMemory
 
 _PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
+_NUM_MARKS = 255  # that a byte has beside 0
+
+Marks = list[int] | npt.NDArray[np.uint8]
 
 
 class Board:
@@ -26,11 +33,15 @@ class Board:
         self._marks: npt.NDArray[np.uint8] | None = np.frombuffer(
             bytes_at(self._reservation.address, num_blocks), np.uint8
         )
+        self._next = np.ones(num_blocks, np.uint8)
 
     def set(self, blocks: Ids, ready: bool) -> None:
         """Say whether blocks may be read as they are."""
-        if self._marks is not None:
-            self._marks[blocks] = ready
+        if self._marks is None:
+            return
+        if not ready:
+            self._next[blocks] = self._next[blocks] % _NUM_MARKS + 1
+        self._marks[blocks] = self._next[blocks] if ready else 0
 
     def are_set(self, blocks: Ids) -> npt.NDArray[np.bool_]:
         """bool ``[blocks]``: whether each may be read as it is; none once this is closed."""
@@ -55,8 +66,8 @@ class PeerBoard:
         self._bytes = bytes_at(memory.address, num_blocks)
         self._marks = np.frombuffer(self._bytes, np.uint8)
 
-    def are_ready(self, ids: Ids | list[int], units: int) -> bool:
-        """Whether P has said of all blocks that they may be read as they are.
+    def marks(self, ids: Ids | list[int], units: int) -> Marks:
+        """Those of blocks, as they are now.
 
         Args:
             ids: of units; a list where they are few.
@@ -64,5 +75,5 @@ class PeerBoard:
         """
         if isinstance(ids, list):
             marks = self._bytes
-            return all(marks[number // units] for number in ids)
-        return bool(self._marks[ids if units == 1 else ids // units].all())
+            return [marks[number // units] for number in ids]
+        return self._marks[ids if units == 1 else ids // units]

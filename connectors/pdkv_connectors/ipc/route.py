@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from pdkv.errors import TransportError
-from pdkv_connectors.ipc.board import PeerBoard
+from pdkv_connectors.ipc.board import Marks, PeerBoard
 from pdkv_connectors.ipc.columns import BlockColumns, Ids
 from pdkv_connectors.ipc.legs import Leg
 
@@ -81,18 +81,27 @@ class Route(ABC):
         self._nbytes_of_unit = [sum(leg.plan.unit_nbytes * len(leg.layers) for leg in group) for group in legs]
         self._board = PeerBoard(link.memories[BOARD], source.num_blocks)
 
-    def is_announced(self, block: int) -> bool:
-        """Whether P says of a block that it may be read as it is. With the link's lock held."""
-        return self._board.are_ready([block], 1)
+    def marks(self, columns: Sequence[BlockColumns]) -> list[Marks]:
+        """What P says of the blocks of each part. With the link's lock held."""
+        units = self._units_of_block
+        return [self._board.marks(part.few[0] if part.few else part.source, units[part.group]) for part in columns]
 
-    def missing(self, columns: Sequence[BlockColumns]) -> list[tuple[int, list[int]]]:
-        """All blocks of each group of which P has not announced some. With the link's lock held."""
+    def missing(self, columns: Sequence[BlockColumns], marks: Sequence[Marks]) -> list[tuple[int, list[int]]]:
+        """All blocks of each group of which P has not announced some, by :meth:`marks`."""
         found = []
-        for part in columns:
-            units = self._units_of_block[part.group]
-            if not self._board.are_ready(part.few[0] if part.few else part.source, units):
-                found.append((part.group, np.unique(part.source // units).tolist()))
+        for part, of_part in zip(columns, marks, strict=True):
+            if not (all(of_part) if isinstance(of_part, list) else of_part.all()):
+                found.append((part.group, np.unique(part.source // self._units_of_block[part.group]).tolist()))
         return found
+
+    def was_taken_back(self, block: int, columns: Sequence[BlockColumns], marks: Sequence[Marks]) -> bool:
+        """Whether P may have written a block since the marks were looked at. With the link's lock held."""
+        (now,) = self._board.marks([block], 1)
+        blocks = (part.source // self._units_of_block[part.group] for part in columns)
+        then = {
+            int(mark) for ids, of_part in zip(blocks, marks, strict=True) for mark in np.asarray(of_part)[ids == block]
+        }
+        return now == 0 or then != {now}
 
     def nbytes(self, columns: Sequence[BlockColumns]) -> int:
         """Bytes that the columns stand for, as the source counts them."""

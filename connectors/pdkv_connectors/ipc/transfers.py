@@ -11,6 +11,7 @@ from pdkv.transfer.base import PostedTransfer
 from pdkv.transfer.checks import Connection
 from pdkv.transfer.clock import Clock, SystemClock
 from pdkv.transfer.transport import TransferState
+from pdkv_connectors.ipc.board import Marks
 from pdkv_connectors.ipc.columns import BlockColumns
 from pdkv_connectors.ipc.offers import SUM_TIMEOUT_S
 from pdkv_connectors.ipc.route import Route, Running
@@ -46,6 +47,7 @@ class IpcTransfer(PostedTransfer):
         self._programs = programs
         self._unasked: list[tuple[int, tuple[int, ...]]] = []  # blocks of a group that P is to be asked for
         self._tickets: list[int] = []
+        self._marks: Sequence[Marks] = ()  # what P said of the blocks as the copy was started
         self._running: Running | None = None
         self._canceled = False
 
@@ -58,7 +60,8 @@ class IpcTransfer(PostedTransfer):
         link = self._route.link
         with link.lock:
             link.require_open()
-            missing = self._route.missing(self._columns)
+            self._marks = self._route.marks(self._columns)
+            missing = self._route.missing(self._columns, self._marks)
             if not missing:
                 self._running = self._route.start(self._columns, self._programs)
                 return
@@ -126,12 +129,12 @@ class IpcTransfer(PostedTransfer):
         return TransferState.DONE
 
     def _differs(self, block: int) -> None:
-        """Its sum was wrong. One that P does not vouch for any more may have been written since, which is no damage:
+        """Its sum was wrong. One that P has taken back since the READ began may have been written, which is no damage:
         a READ may have been posted before P had said that it holds the blocks, when it did not.
         """
         link = self._route.link
         with link.lock:
-            is_damage = link.is_open and self._route.is_announced(block)
+            is_damage = link.is_open and not self._route.was_taken_back(block, self._columns, self._marks)
         if is_damage:
             self._transport.counts["checksum_failures"] += 1
             self.reason = f"the bytes of block {block} are not those that its owner summed"
@@ -170,5 +173,6 @@ class IpcTransfer(PostedTransfer):
             return False
         with link.lock:
             link.require_open()
+            self._marks = self._route.marks(self._columns)
             self._running = self._route.start(self._columns, self._programs)
         return True

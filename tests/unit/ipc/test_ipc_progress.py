@@ -14,6 +14,7 @@ from ipc_peers import registered
 from pdkv.testing.transports.side import TransportSide
 from pdkv.transfer.transport import TransferState
 from pdkv_connectors.ipc import IpcTransport
+from pdkv_connectors.ipc.columns import FEW
 from pdkv_connectors.ipc.transfers import ANSWER_TIMEOUT_S, IpcTransfer
 
 pytestmark = pytest.mark.cpu
@@ -88,20 +89,24 @@ def answers_nobody(side: TransportSide) -> Iterator[None]:
         go_on.set()
 
 
-@pytest.mark.parametrize("withdrawn", [True, False], ids=["withdrawn", "damaged"])
+@pytest.mark.parametrize("num_blocks", [FEW, FEW + 1])
+@pytest.mark.parametrize("then", ["withdrawn", "offered again", "damaged"])
 def test_a_block_that_its_owner_took_back_and_wrote_under_a_read_is_not_taken_for_a_damaged_one(
-    pair: tuple[TransportSide, TransportSide], withdrawn: bool
+    pair: tuple[TransportSide, TransportSide], then: str, num_blocks: int
 ) -> None:
     p, d = pair
-    transfer = post(d, MANY)
-    if withdrawn:
+    transfer = post(d, MANY[:num_blocks])
+    if then != "damaged":
         p.do_withdraw([7])
     p.do_mark(7, 1)
+    if then == "offered again":
+        p.do_offer([7])
+        p.do_mark(7, 2)  # so that the sums differ; what D copied before was as wrong
     assert transfer.wait(60) is TransferState.FAILED
-    wanted = "block 7 was written again by its owner" if withdrawn else "the bytes of block 7 are not those"
+    wanted = "the bytes of block 7 are not those" if then == "damaged" else "block 7 was written again by its owner"
     assert wanted in transfer.reason
     counts = [d.transport.describe_state().get(name, 0) for name in ("rewritten", "checksum_failures")]
-    assert counts == [int(withdrawn), int(not withdrawn)]
+    assert counts == [int(then != "damaged"), int(then == "damaged")]
 
 
 @pytest.mark.parametrize("how", ["its time is over", "it is abandoned"])
