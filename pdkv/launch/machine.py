@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import random
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,6 +23,9 @@ UTILIZATION_VARIABLE = "PDKV_MEMORY_UTILIZATION"
 _CPU_LIST = r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*"
 _CPU_LISTS = re.compile(rf"{_CPU_LIST}(\|{_CPU_LIST})*", re.ASCII)
 NVIDIA_DEVICE_NODE = Path("/dev/nvidiactl")  # made by the driver for every process that may use a GPU
+
+FIRST_PORT = 10_000  # below are those of well-known services
+EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 _picked: set[int] = set()
 
@@ -52,21 +57,36 @@ def check_port(host: str, port: int, option: str = "--port") -> None:
 def pick_free_ports(hosts: Sequence[str]) -> tuple[int, ...]:
     """One free port for each host, none that this process was given before. They are free again on return.
 
+    They are of those that the system gives to nobody by itself, for connections: an engine takes dozens of these before
+    it listens, a minute later, and so do others. Where all of the system's ports are such, the system chooses.
+
     Raises:
         ConfigError: a host is no address of this machine.
     """
     with ExitStack() as held:
         ports: list[int] = []
+        quiet = _quiet_ports()
         while len(ports) < len(hosts):
             host = hosts[len(ports)]
+            wanted = quiet.pop() if quiet else 0
             try:
-                port = held.enter_context(bind(host, 0)).getsockname()[1]
+                port = held.enter_context(bind(host, wanted)).getsockname()[1]
             except OSError as error:
+                if wanted and error.errno == errno.EADDRINUSE:
+                    continue
                 raise ConfigError(describe_bind_failure(error, host, 0)) from error
             if port not in _picked:  # given out earlier, and its server may not listen yet
                 _picked.add(port)
                 ports.append(port)
     return tuple(ports)
+
+
+def _quiet_ports() -> list[int]:
+    """Ports outside the range for connections (ip(7)), in an order of their own each time."""
+    lowest, highest = map(int, EPHEMERAL_PORTS.read_text().split())
+    ports = [*range(FIRST_PORT, lowest), *range(max(FIRST_PORT, highest + 1), 65_536)]
+    random.shuffle(ports)
+    return ports
 
 
 def resolve_device(device: str) -> str:

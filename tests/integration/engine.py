@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 from zygote import Zygote
 
+from pdkv.launch.machine import pick_free_ports
 from pdkv.testing.child import Child, ChildProcess, Start
 
 READY_TIMEOUT_S = 600.0
@@ -81,15 +80,8 @@ def pdkv_connector(
 
 
 def free_port() -> int:
-    """A TCP port on loopback that was free a moment ago.
-
-    Below the range from which the system gives out ports: an engine takes dozens of those before it listens here.
-    """
-    while True:
-        port = random.randrange(15_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+    """A TCP port on loopback that was free a moment ago."""
+    return pick_free_ports(["127.0.0.1"])[0]
 
 
 @contextlib.contextmanager

@@ -22,6 +22,33 @@ def test_picked_ports_are_free_and_all_different():
         bind("127.0.0.1", port).close()
 
 
+@pytest.mark.parametrize(("lowest", "highest"), [(32768, 60999), (1024, 60000), (10_100, 65_535)])
+def test_picked_ports_are_none_that_the_system_gives_out_for_connections(lowest, highest, tmp_path, monkeypatch):
+    given_out = tmp_path / "ip_local_port_range"
+    given_out.write_text(f"{lowest}\t{highest}\n")
+    monkeypatch.setattr(machine, "EPHEMERAL_PORTS", given_out)
+    monkeypatch.setattr(machine, "_picked", set())
+    (port,) = machine.pick_free_ports(["127.0.0.1"])
+    assert port >= machine.FIRST_PORT
+    assert not lowest <= port <= highest
+
+
+def test_where_the_system_gives_out_all_ports_it_chooses(tmp_path, monkeypatch):
+    given_out = tmp_path / "ip_local_port_range"
+    given_out.write_text("1024\t65535\n")
+    monkeypatch.setattr(machine, "EPHEMERAL_PORTS", given_out)
+    ports = machine.pick_free_ports(["127.0.0.1"] * 3)
+    assert len(set(ports)) == 3
+
+
+def test_a_port_that_is_taken_is_not_picked(tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken, bind("127.0.0.1", 0) as other:
+        numbers = [taken.getsockname()[1], other.getsockname()[1]]
+        other.close()
+        monkeypatch.setattr(machine, "_quiet_ports", lambda: numbers[::-1])
+        assert machine.pick_free_ports(["127.0.0.1"]) == (numbers[1],)
+
+
 def test_a_port_that_somebody_listens_on_is_refused_even_where_the_listener_shares_it():
     with socket.socket() as shared:
         shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
