@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -18,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import Nix
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_MSG, NixlHandshakePayload
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 
+from pdkv.errors import ConnectorError
 from pdkv_connectors.vllm.serving import WITHDRAWN, ServingScheduler, SleepingPushWorker
 
 pytestmark = pytest.mark.vllm
@@ -44,11 +47,11 @@ def scheduler() -> Iterator[Scheduler]:
     made.shutdown()
 
 
-def ask(scheduler: Scheduler) -> NixlHandshakePayload:
+def ask(scheduler: Scheduler, timeout_s: float = 20.0) -> NixlHandshakePayload:
     """What a peer is answered."""
     with zmq.Context() as context, context.socket(zmq.REQ) as peer:
         peer.setsockopt(zmq.LINGER, 0)
-        peer.setsockopt(zmq.RCVTIMEO, 20_000)
+        peer.setsockopt(zmq.RCVTIMEO, round(1000 * timeout_s))
         peer.connect(f"tcp://127.0.0.1:{scheduler.side_channel_port}")
         peer.send(msgspec.msgpack.encode((GET_META_MSG, *RANK)))
         return msgspec.msgpack.decode(peer.recv_multipart()[0], type=NixlHandshakePayload)
@@ -79,6 +82,35 @@ def test_a_withdrawn_handshake_tells_the_peer_why_and_gives_it_nothing(scheduler
     assert (answer.compatibility_hash, answer.agent_metadata_bytes) == (WITHDRAWN, b"")
     scheduler.set_xfer_handshake_metadata({RANK: payload("second")})
     assert served(scheduler)["agent"] == "second"
+
+
+def test_a_port_that_somebody_listens_on_is_refused_at_once_in_a_sentence_that_says_what_to_do(
+    scheduler: Scheduler,
+) -> None:
+    with (
+        socket.create_server(("127.0.0.1", scheduler.side_channel_port)),
+        pytest.raises(ConnectorError, match=r"cannot listen on 127\.0\.0\.1:\d+: Address already in use; .*_PORT"),
+    ):
+        scheduler.set_xfer_handshake_metadata({RANK: payload("first")})
+
+
+#: No handshake, and one for a rank that is not there.
+STRANGE = ([b"x"], [b"", b""], [b"", b"\xc1"], [b"", b"a", b"b"], [b"", msgspec.msgpack.encode((GET_META_MSG, 7, 9))])
+
+
+def test_what_strangers_say_to_the_side_channel_does_not_end_it(scheduler: Scheduler) -> None:
+    scheduler.set_xfer_handshake_metadata({RANK: payload("first")})
+    for message in STRANGE:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.setsockopt(zmq.LINGER, 20_000)
+            stranger.connect(f"tcp://127.0.0.1:{scheduler.side_channel_port}")
+            stranger.send_multipart(message)
+        for _ in range(20):  # one that asks just as the listener ends is not answered, and asks again
+            with suppress(zmq.Again):
+                assert ask(scheduler, timeout_s=1.0).agent_metadata_bytes == payload("first").agent_metadata_bytes
+                break
+        else:
+            pytest.fail(f"nobody is answered after {message}")
 
 
 @pytest.fixture

@@ -6,13 +6,16 @@ A pdkv peer has a generation in pdkv's own messages.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
 from vllm.logger import init_logger
 
+from pdkv.errors import ConnectorError
 from pdkv_connectors.vllm.nixl_workers import EndsPushWorker
 from pdkv_connectors.vllm.settings import sleeps
 
@@ -24,16 +27,21 @@ logger = init_logger(f"vllm.{__name__}")
 
 #: Served in place of a compatibility hash while there is nothing to connect to; a stock peer shows it in its error.
 WITHDRAWN = "none: this engine is asleep and has no KV cache; wake it first"
+#: Before the listener listens anew after a message that ended it.
+PAUSE_S = 0.05
 
 
 class ServingScheduler:
     """Mixed in before a stock NIXL scheduler."""
 
     engine_id: str
+    side_channel_host: str
+    side_channel_port: int
 
     #: What was published last, by rank, as the workers gave it; how often it has changed.
     _published: Mapping[tuple[int, int], bytes] = {}
     _changes = 0
+    _cannot_listen: zmq.ZMQError | None = None
     #: Called in every step of the engine.
     on_step: Callable[[], None] | None = None
 
@@ -46,6 +54,9 @@ class ServingScheduler:
 
         A stock peer keeps an agent for as long as it hears of the same engine. It reads the id in the parameters of
         each request, takes another one for another engine, and meets that.
+
+        Raises:
+            ConnectorError: the first time, where the side channel cannot listen.
         """
         published = {rank: payload.agent_metadata_bytes for rank, payload in metadata.items()}
         if self._published and published != self._published:
@@ -55,13 +66,40 @@ class ServingScheduler:
         if self._changes:
             metadata = {rank: _renamed(payload, self.engine_id) for rank, payload in metadata.items()}
         super().set_xfer_handshake_metadata(metadata)  # type: ignore[misc]
+        if self._cannot_listen is not None:
+            raise ConnectorError(
+                f"vLLM's side channel cannot listen on {self.side_channel_host}:{self.side_channel_port}: "
+                f"{zmq.strerror(self._cannot_listen.errno)}; end what listens there, or set "
+                "VLLM_NIXL_SIDE_CHANNEL_PORT (of pdkv's launcher: --side-channel-port) to a port that is free."
+            ) from self._cannot_listen
         for rank, payload in metadata.items():
             self._served[rank] = msgspec.msgpack.encode(payload)
 
-    def _nixl_handshake_listener(self, encoded_data: dict[tuple[int, int], bytes], *args: Any) -> None:
-        """The stock listener's thread; what it serves is kept, to be replaced in place."""
+    def _nixl_handshake_listener(
+        self, encoded_data: dict[tuple[int, int], bytes], ready: threading.Event, stop: threading.Event, *where: Any
+    ) -> None:
+        """The stock listener's thread; what it serves is kept, to be replaced in place.
+
+        The stock one ends with the first message that it cannot read, after which nobody could meet this engine any
+        more; and where it cannot listen its engine would wait for it for ever.
+        """
         self._served = encoded_data
-        super()._nixl_handshake_listener(encoded_data, *args)  # type: ignore[misc]
+        while not stop.is_set():
+            try:
+                super()._nixl_handshake_listener(encoded_data, ready, stop, *where)  # type: ignore[misc]
+            except zmq.ZMQError as error:
+                if not ready.is_set():
+                    self._cannot_listen = error
+                    ready.set()
+                    return
+                logger.warning("pdkv: vLLM's side channel listens anew after an error of its socket: %s", error)
+            except Exception as error:
+                logger.warning(
+                    "pdkv: vLLM's side channel got a message that is no handshake (%s: %s).",
+                    type(error).__name__,
+                    error,
+                )
+            stop.wait(PAUSE_S)
 
     def withdraw_handshake(self) -> None:
         """Refuse handshakes until the next :meth:`set_xfer_handshake_metadata`."""
