@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator
 from typing import TypeVar
 
-from pdkv.errors import TransportError
+from pdkv.errors import PdkvError, TransportError
 
 T = TypeVar("T")
 
@@ -24,7 +24,8 @@ class Connecting(ABC):
     def poll(self) -> bool:
         """Whether the peer is connected, after making what progress can be made without waiting for it.
 
-        Raises as :meth:`pdkv.transfer.transport.Transport.connect` does; then it is over and nothing is held.
+        Raises as :meth:`pdkv.transfer.transport.Transport.connect` does; then it is over and nothing is held, and it
+        raises the same from then on.
         """
 
     @abstractmethod
@@ -38,8 +39,11 @@ class SteppedConnecting(Connecting):
     def __init__(self, steps: Steps[None]) -> None:
         self._steps = steps
         self._is_connected = self._is_abandoned = False
+        self._error: PdkvError | None = None
 
     def poll(self) -> bool:
+        if self._error is not None:  # a generator that has raised looks like one that has ended
+            raise self._error
         if self._is_abandoned:
             raise TransportError("connecting to the peer was given up; handshake with it again.")
         if not self._is_connected:
@@ -47,6 +51,9 @@ class SteppedConnecting(Connecting):
                 next(self._steps)
             except StopIteration:
                 self._is_connected = True
+            except PdkvError as error:
+                self._error = error
+                raise
         return self._is_connected
 
     def abandon(self) -> None:
