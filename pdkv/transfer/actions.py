@@ -20,6 +20,7 @@ class Send:
 class AddPeer:
     """A peer was met, or met again with new memory: drop what is known of `replaces`, then add `descriptor.metadata`.
 
+    So also where it could not be reached before, and something is to be written to it: `replaces` is then the same.
     Comes before any transfer with that peer.
     """
 

@@ -20,11 +20,13 @@ class Peer:
 
     Attributes:
         fences_reads: whether the transport to it does (:meth:`pdkv.transfer.transport.Transport.fences_reads`).
+        is_unreached: the transport was told of it and could not reach it.
     """
 
     ref: EngineRef
     descriptor: Descriptor
     fences_reads: bool = False
+    is_unreached: bool = False
 
 
 class Peers:
@@ -62,6 +64,19 @@ class Peers:
         """The transport to the peer, in just this generation, fences READs."""
         if (peer := self.get(ref)) is not None:
             self._peers[ref.engine_id] = replace(peer, fences_reads=True)
+
+    def note_unreached(self, ref: EngineRef) -> None:
+        """The transport could not reach the peer, in just this generation."""
+        if (peer := self.get(ref)) is not None:
+            self._peers[ref.engine_id] = replace(peer, is_unreached=True)
+
+    def add_again(self, ref: EngineRef) -> AddPeer | None:
+        """What the host has to do before it moves anything; None where the transport is not known to lack the peer."""
+        peer = self.get(ref)
+        if peer is None or not peer.is_unreached:
+            return None
+        self._peers[ref.engine_id] = replace(peer, is_unreached=False)
+        return AddPeer(ref, peer.descriptor, ref)
 
     def forget(self, engine_id: str) -> None:
         """Handshake again before the next transfer with it."""

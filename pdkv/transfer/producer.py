@@ -211,6 +211,12 @@ class Producer(ProducerBooks):
             self._fail(register, code, reason or "the WRITE failed")
         self._actions.extend(self.quarantine.ended(key))
 
+    def peer_unreached(self, peer: EngineRef) -> None:
+        """The transport could not reach this peer. D, which has met P, does not come again by itself: the next WRITE to
+        it adds it once more.
+        """
+        self._peers.note_unreached(peer)
+
     def agent_rebuilt(self, generation: int, descriptor: Descriptor) -> None:
         """The old agent is destroyed and a new one registered, as `generation`: no old WRITE goes on."""
         self.me, self.descriptor = EngineRef(self.me.engine_id, generation), descriptor
@@ -319,6 +325,8 @@ class Producer(ProducerBooks):
         except ProtocolError as error:
             self._fail(register, FailCode.BAD_BLOCKS, str(error))
             return
+        if (again := self._peers.add_again(register.sender)) is not None:
+            self._actions.append(again)
         self._writes[key] = register
         self._actions.append(PostWrite(key, register.sender, pairs))
 

@@ -212,6 +212,8 @@ class SessionBase:
         logger.error("Engine %s cannot be reached by the transport: %s", peer.engine_id, error)
         if self._is_pull and self._consumer is not None:
             self._consumer.peer_lost(peer.engine_id, _code_of(error), str(error))
+        elif not self._is_pull and self._producer is not None:
+            self._producer.peer_unreached(peer)
 
     def _give_up_meeting(self, engine_id: str) -> None:
         for action in self._meetings.leave(engine_id):

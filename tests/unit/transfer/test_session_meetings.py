@@ -85,6 +85,26 @@ def test_a_request_fails_where_its_peer_cannot_be_connected(pair: SessionPair) -
     assert pair.decode.counters["peers_refused_by_transport"] == 1
 
 
+def test_a_decode_that_could_not_be_reached_once_is_written_to_when_it_answers_again() -> None:
+    SilentPeers.reset("D")
+    pair = SessionPair(make_transport=SilentPeers, decode=ConsumerSettings(mode="push"))
+    ask(pair)
+    SilentPeers.silent.clear()
+    SilentPeers.refuses["D"] = TransferTimeoutError("D did not answer")
+    pair.settle()
+    (failed,) = pair.of("D", Failed)
+    assert "D did not answer" in failed.reason
+    SilentPeers.refuses.clear()
+    for name, source, destination in (("s", 6, 9), ("t", 8, 11)):
+        pair.decode.arrived(name, pair.offer(name, [source]), 16)
+        pair.decode.allocated(name, run(destination))
+        pair.settle()
+        assert torch.equal(contents(pair.caches[1], [destination]), contents(pair.caches[0], [source]))
+    assert pair.of("D", Loaded) == [Loaded("s"), Loaded("t")]
+    assert SilentPeers.attempts == 2
+    pair.close()
+
+
 def client_gone(pair: SessionPair) -> None:
     pair.decode.gone("r", "client gone")
     pair.settle()
