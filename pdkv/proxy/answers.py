@@ -30,11 +30,14 @@ class EventStream(StreamingResponse):
     """Server-sent events of an engine, passed on byte by byte.
 
     `held` is closed when the response ends, however it ends, and the connection to the engine with it: when the client
-    leaves, the stream is cancelled and the engine stops generating.
+    leaves, the stream is cancelled and the engine stops generating. `timeout_s` is what the engine was given for all
+    of it.
     """
 
-    def __init__(self, engine: Engine, upstream: aiohttp.ClientResponse, held: AsyncExitStack) -> None:
-        self._engine = engine
+    def __init__(
+        self, engine: Engine, upstream: aiohttp.ClientResponse, held: AsyncExitStack, timeout_s: float
+    ) -> None:
+        self._engine, self._timeout_s = engine, timeout_s
         self._upstream = upstream
         self.held = held
         super().__init__(self._events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -42,14 +45,14 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The engine has its own deadline; this one is for a client that stays connected and does not read.
         try:
-            async with self.held, asyncio.timeout(self._engine.timeout_s + _SLOW_CLIENT_GRACE_S):
+            async with self.held, asyncio.timeout(self._timeout_s + _SLOW_CLIENT_GRACE_S):
                 await super().__call__(scope, receive, send)
         except TimeoutError:
             logger.warning("stream given up: the client did not read it in time")
 
     async def _events(self) -> AsyncIterator[bytes]:
         try:
-            with self._engine.failures():
+            with self._engine.failures(self._timeout_s):
                 async for chunk in self._upstream.content.iter_any():
                     yield chunk
         except ApiError as error:

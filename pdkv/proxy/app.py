@@ -240,7 +240,7 @@ class Proxy:
                 content = await response.read()
                 raise_for_status(place.engine, response, content)
                 return Response(content, response.status, media_type=response.content_type)
-            return EventStream(place.engine, response, stack.pop_all())
+            return EventStream(place.engine, response, stack.pop_all(), timeout_s)
 
 
 def _time_for_a_leg(settings: ProxySettings, deadline: float) -> float:

@@ -186,6 +186,26 @@ def test_a_second_round_has_only_the_time_that_the_first_has_left(monkeypatch):
     assert took_s < DEADLINE_S / 2
 
 
+def test_a_stream_that_breaks_off_for_want_of_time_says_how_much_its_round_had(monkeypatch):
+    async def begin_and_hang(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if len(decode.bodies) == 1:
+            return refusal("expired", 410)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: {}\n\n")
+        return await hang(request, body)
+
+    decode = FakeEngine(begin_and_hang, free=8)
+    Clock(monkeypatch).forward(decode, by_s=2 * DEADLINE_S - 0.25)
+    with running(prefill_numbered(), decode, request_timeout_s=DEADLINE_S) as url:
+        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=DEADLINE_S)
+        connection.request("POST", "/v1/completions", json.dumps({"prompt": "a", "stream": True}))
+        events = connection.getresponse().read()
+        connection.close()
+    assert b"did not answer within 0.2" in events
+    assert b"[DONE]" not in events
+
+
 def test_a_second_round_waits_for_room_no_longer_than_it_has_time(monkeypatch):
     async def full(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         decode.free = 0
