@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,9 +15,9 @@ import pdkv
 from pdkv.errors import TransferTimeoutError
 from pdkv.testing.transports.silent import SilentPeers
 from pdkv.transfer.blocks import BlockPair
-from pdkv.transfer.messages import FailCode
+from pdkv.transfer.messages import EngineRef, FailCode
 from pdkv_connectors.vllm import session_worker
-from pdkv_connectors.vllm.session_orders import Connect, Disconnect, Failure, Order, Post, Rank
+from pdkv_connectors.vllm.session_orders import Connect, Disconnect, Failure, Order, Post, Rank, Rebuild
 from pdkv_connectors.vllm.session_worker import SessionWorker
 
 pytestmark = pytest.mark.vllm
@@ -31,16 +33,19 @@ class Ranks:
     caches: dict[str, pdkv.GrowableKVCache] = field(default_factory=dict)
     posted: int = 0
 
-    def add(self, name: str, first: int) -> None:
+    def add(self, name: str, first: int, num_blocks: int = BLOCKS) -> None:
         spec = pdkv.AttentionSpec(num_kv_heads=2, block_size=16, head_size=8, dtype="float32")
-        config = pdkv.KVCacheConfig.uniform(["a", "b"], spec, BLOCKS, pdkv.KVCacheLayout.LBNHC)
+        config = pdkv.KVCacheConfig.uniform(["a", "b"], spec, num_blocks, pdkv.KVCacheLayout.LBNHC)
         cache = pdkv.GrowableKVCache(config, pdkv.open_driver("host", granule=65536))
-        cache.commit(BLOCKS, defragment=True)
-        for view in cache.views().values():
-            view[:] = torch.arange(first, first + BLOCKS, dtype=torch.float32).view(-1, 1, 1, 1)
+        cache.commit(num_blocks, defragment=True)
         worker = SessionWorker(SilentPeers, name, 0, shape="as the others")
         worker.register(cache)
         self.workers[name], self.caches[name] = worker, cache
+        self.fill(name, first)
+
+    def fill(self, name: str, first: int) -> None:
+        for view in self.caches[name].views().values():
+            view[:] = torch.arange(first, first + len(view), dtype=torch.float32).view(-1, 1, 1, 1)
 
     def know(self, name: str) -> Connect:
         registered = self.workers[name].registration
@@ -174,3 +179,114 @@ def test_a_step_gives_a_silent_peer_its_first_moment_and_none_later(
     monkeypatch.setattr(session_worker, "MEETING_S", 60.0)
     assert ranks.step(late[1]) == {}
     assert len(pauses) == 3
+
+
+class Walk:
+    """D among peers that answer, refuse, are silent, sleep and come back, as chance has it.
+
+    Block `n` of a peer in its generation `g` holds `FIRST[peer] + 100 g + n`; each transfer has a block of D's own.
+    """
+
+    FIRST: ClassVar = {"P": 0, "Q": 10_000, "R": 20_000}
+    UNWRITTEN = 90_000
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.ranks = Ranks()
+        self.known: dict[str, EngineRef] = {}
+        self.open: dict[int, Post] = {}
+        self.loaded = self.failed = 0
+        for name in self.FIRST:
+            self.ranks.add(name, 0)
+            self.fill(name)
+        self.ranks.add("D", self.UNWRITTEN, num_blocks=512)
+
+    def fill(self, name: str) -> None:
+        generation = self.ranks.workers[name].registration.engine.generation
+        self.ranks.fill(name, self.FIRST[name] + 100 * generation)
+
+    def peers(self, of: Iterable[str]) -> list[str]:
+        choice = list(of)
+        return self.random.sample(choice, min(len(choice), self.random.choice([1, 1, 2])))
+
+    def happen(self) -> None:
+        """What peers do, and what D does beside its steps."""
+        name, what = self.random.choice("PQR"), self.random.randrange(30)
+        worker = self.ranks.workers[name]
+        if what < 4:
+            SilentPeers.silent.symmetric_difference_update({name})
+        elif what < 6:
+            if SilentPeers.refuses.pop(name, None) is None:
+                SilentPeers.refuses[name] = TransferTimeoutError("it says no")
+        elif what == 6:
+            worker.unregister()
+        elif what == 7:
+            self.ranks.workers["D"].unregister()
+            self.ranks.workers["D"].register(self.ranks.caches["D"])
+            self.open.clear()
+        elif worker.transport is None:
+            worker.register(self.ranks.caches[name])
+            self.fill(name)
+
+    def order(self) -> Order | None:
+        registered = [name for name in self.FIRST if self.ranks.workers[name].transport is not None]
+        what = self.random.randrange(40)
+        if what == 0:
+            self.open.clear()  # of those before it nobody hears any more
+            return Rebuild()
+        if what < 3:
+            return Disconnect((tuple(self.peers(self.FIRST)),))
+        if what < 15 and registered:
+            found = {name: self.ranks.workers[name].registration for name in self.peers(registered)}
+            self.known.update({name: registration.engine for name, registration in found.items()})
+            return Connect((tuple(Rank(of.engine, of.metadata) for of in found.values()),))
+        if not self.known:
+            return None
+        self.ranks.posted += 1
+        pair = BlockPair(0, self.random.randrange(BLOCKS), self.ranks.posted)
+        post = Post(pair.destination, (tuple(self.known[name] for name in self.peers(self.known)),), (pair,), True)
+        self.open[post.number] = post
+        return post
+
+    def step(self, num_orders: int) -> None:
+        orders = [order for order in (self.order() for _ in range(num_orders)) if order is not None]
+        for number, failure in self.ranks.step(*orders).items():
+            self.check(self.open.pop(number), failure)
+
+    def check(self, post: Post, failure: Failure | None) -> None:
+        ((peers,), (pair,)) = post.ranks, post.pairs
+        found = self.ranks.block(pair.destination)
+        if failure is None:
+            self.loaded += 1
+            assert found in [self.FIRST[peer.engine_id] + 100 * peer.generation + pair.source for peer in peers]
+        else:
+            self.failed += 1
+            assert len(peers) > 1 or found == self.UNWRITTEN + pair.destination
+
+    def end(self) -> None:
+        SilentPeers.silent.clear()
+        for _ in range(2):
+            self.step(0)
+        assert not self.open, "each ends once"
+        assert SilentPeers.waiting == 0
+        for worker in self.ranks.workers.values():
+            worker.unregister()
+        for cache in self.ranks.caches.values():
+            cache.close()
+
+
+def test_whatever_peers_do_each_transfer_ends_once_and_has_read_from_the_generation_that_it_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(session_worker, "MEETING_S", 0.0)
+    loaded = failed = 0
+    for seed in range(8):
+        SilentPeers.reset()
+        walk = Walk(seed)
+        for _ in range(100):
+            walk.happen()
+            walk.step(walk.random.randrange(4))
+        walk.end()
+        loaded, failed = loaded + walk.loaded, failed + walk.failed
+    assert loaded > 50
+    assert failed > 50
