@@ -47,7 +47,11 @@ def stopped(*pids: int) -> Iterator[None]:
 def _running_threads(pid: int) -> list[int]:
     """Threads that are neither stopped nor ended."""
     running = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+    except FileNotFoundError as error:  # it was ended by somebody else, and its parent has taken notice
+        raise ProcessLookupError(f"process {pid} has ended while it was being stopped") from error
+    for task in tasks:
         with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
             # What is between the parentheses is the thread's name, which may hold anything (proc(5)).
             state = (task / "stat").read_text().rpartition(")")[2].split()[0]

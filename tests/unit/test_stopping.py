@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import mmap
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from pdkv.testing import stopping
 from pdkv.testing.stopping import stop, stopped
 
 pytestmark = pytest.mark.cpu
@@ -63,4 +66,17 @@ def test_a_process_that_has_ended_cannot_be_stopped_and_is_left_without_an_error
         process.kill()
         process.communicate()
     with pytest.raises(ProcessLookupError):
+        stop(process.pid)
+
+
+def test_a_process_that_ends_while_it_is_being_stopped_is_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+    def send_and_end(pid: int, number: int) -> None:
+        os.kill(pid, number)
+        process.kill()
+        process.communicate()
+
+    monkeypatch.setattr(stopping, "os", SimpleNamespace(kill=send_and_end))
+    with pytest.raises(ProcessLookupError, match="has ended while it was being stopped"):
         stop(process.pid)
