@@ -190,8 +190,8 @@ class Deployment:
         def runs() -> bool:
             return bool(poster.ask("state")["transfers"] > 0)
 
-        def has_its_kv() -> bool:
-            return asked.request_id in self.d.ask("results")
+        def has_its_kv() -> bool:  # in push D is the one that is stopped, and answers nobody
+            return self.mode == "pull" and asked.request_id in self.d.ask("results")
 
         self.until(lambda: runs() or has_its_kv(), "a transfer is in flight")
         return not has_its_kv()
