@@ -1,4 +1,4 @@
-"""Stopping a process for a while, as a debugger, a full swap or a paused container do to a peer."""
+"""Stopping a process for a while, as a debugger, a full swap or a paused container do to a peer; and ending one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-STOP_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = KILL_TIMEOUT_S = 30.0
 _LOOK_INTERVAL_S = 0.001
+_STOPPED, _ENDED = "Tt", "ZX"  # states of a thread (proc(5))
 
 
 def stop(pid: int, timeout_s: float = STOP_TIMEOUT_S) -> None:
@@ -24,11 +25,21 @@ def stop(pid: int, timeout_s: float = STOP_TIMEOUT_S) -> None:
         TimeoutError: a thread still runs after `timeout_s` seconds.
     """
     os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + timeout_s
-    while running := _running_threads(pid):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"threads {running} of process {pid} have not stopped within {timeout_s:g} s")
-        time.sleep(_LOOK_INTERVAL_S)
+    _wait_for(pid, _STOPPED + _ENDED, "stopped", timeout_s)
+
+
+def kill(pid: int, timeout_s: float = KILL_TIMEOUT_S) -> None:
+    """Send SIGKILL, and return when the process has let go of all that it had. Nothing where there is no such process.
+
+    A process of some GB first gives its memory back, and closes its sockets after that: until then peers still connect
+    to it. Its parent may not have taken notice when this returns.
+
+    Raises:
+        TimeoutError: a thread has not ended after `timeout_s` seconds.
+    """
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+        _wait_for(pid, _ENDED, "ended", timeout_s)
 
 
 @contextmanager
@@ -44,17 +55,25 @@ def stopped(*pids: int) -> Iterator[None]:
                 os.kill(pid, signal.SIGCONT)
 
 
-def _running_threads(pid: int) -> list[int]:
-    """Threads that are neither stopped nor ended."""
-    running = []
+def _wait_for(pid: int, states: str, what: str, timeout_s: float) -> None:
+    """Wait until all threads of a process are in one of these states."""
+    deadline = time.monotonic() + timeout_s
+    while others := _threads_not_in(states, pid):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"threads {others} of process {pid} have not {what} within {timeout_s:g} s")
+        time.sleep(_LOOK_INTERVAL_S)
+
+
+def _threads_not_in(states: str, pid: int) -> list[int]:
+    others = []
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
-    except FileNotFoundError as error:  # it was ended by somebody else, and its parent has taken notice
-        raise ProcessLookupError(f"process {pid} has ended while it was being stopped") from error
+    except FileNotFoundError as error:  # its parent has taken notice
+        raise ProcessLookupError(f"process {pid} has ended") from error
     for task in tasks:
         with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
             # What is between the parentheses is the thread's name, which may hold anything (proc(5)).
             state = (task / "stat").read_text().rpartition(")")[2].split()[0]
-            if state not in "TtZX":
-                running.append(int(task.name))
-    return running
+            if state not in states:
+                others.append(int(task.name))
+    return others

@@ -6,9 +6,7 @@ One deployment serves all tests of this file. The last one kills its prefill eng
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import signal
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -25,7 +23,7 @@ from random_llama import make_random_llama, vocabulary
 from pdkv.launch import PDDeployment, PDSettings, read_status
 from pdkv.launch.guard import descendants
 from pdkv.launch.settings import ProxyLimits
-from pdkv.testing.stopping import stopped
+from pdkv.testing.stopping import kill, stopped
 
 pytestmark = pytest.mark.vllm
 
@@ -294,7 +292,7 @@ async def test_a_prefill_engine_that_dies_leaves_decode_and_proxy_healthy_and_cl
     deployment: PDDeployment, expected: list[list[int]]
 ) -> None:
     for pid in descendants(deployment.pid("prefill")):
-        os.kill(pid, signal.SIGKILL)
+        kill(pid)
     async with client() as session:
         answers = [await ask(session, deployment.proxy_url, PROMPTS[-1]) for _ in range(3)]
         for url in (deployment.decode_url, deployment.proxy_url):
@@ -303,6 +301,6 @@ async def test_a_prefill_engine_that_dies_leaves_decode_and_proxy_healthy_and_cl
         alone = await ask(session, deployment.decode_url, PROMPTS[-1])
         assert (await get(session, f"{deployment.decode_url}/pdkv/room"))["waiting"] == 0
     assert alone.tokens == expected[-1]
-    for answer in answers[1:]:  # the first may have met a connection that was open still
+    for answer in answers[1:]:  # the first may have met a connection that the proxy kept open
         assert (answer.status, int(answer.headers["Retry-After"]) >= 1) == (503, True)
         assert "the prefill engine at" in answer.body["error"]["message"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from pdkv.testing import stopping
-from pdkv.testing.stopping import stop, stopped
+from pdkv.testing.stopping import kill, stop, stopped
 
 pytestmark = pytest.mark.cpu
 
@@ -78,5 +79,27 @@ def test_a_process_that_ends_while_it_is_being_stopped_is_no_process(monkeypatch
         process.communicate()
 
     monkeypatch.setattr(stopping, "os", SimpleNamespace(kill=send_and_end))
-    with pytest.raises(ProcessLookupError, match="has ended while it was being stopped"):
+    with pytest.raises(ProcessLookupError, match="has ended"):
         stop(process.pid)
+
+
+MEMORY_NBYTES = 256 << 20
+LISTENS = f"""
+import socket
+memory = bytearray(b"1") * {MEMORY_NBYTES}
+listening = socket.create_server(("127.0.0.1", 0))
+print(listening.getsockname()[1], flush=True)
+input()
+"""
+
+
+def test_a_killed_process_listens_no_more() -> None:
+    process = subprocess.Popen([sys.executable, "-c", LISTENS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    port = int(process.stdout.readline())
+    socket.create_connection(("127.0.0.1", port)).close()
+    kill(process.pid)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    process.communicate()
+    kill(process.pid)  # there is none any more
