@@ -6,10 +6,12 @@ they are told and may answer.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -233,11 +235,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def walk(request: pytest.FixtureRequest, llama: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Walk]:
-    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
-    made = Walk(llama, *request.param)
-    yield made
-    made.scheduler.shutdown()
+def walk(request: pytest.FixtureRequest, llama: Path) -> Iterator[Walk]:
+    # vLLM writes what its platform needs into the environment, which the engines of later tests would begin with.
+    with mock.patch.dict(os.environ, VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port())):
+        made = Walk(llama, *request.param)
+        yield made
+        made.scheduler.shutdown()
 
 
 #: "Stock": pull, and an engine that speaks the stock protocol only, as hybrids do.
