@@ -29,26 +29,30 @@ def pair() -> Iterator[tuple[SideChannel, SideChannel]]:
         yield prefill, decode
 
 
+class HeldUp:
+    """Holds a channel's own thread up, from its next wait on, between its last look at the sockets and the wait."""
+
+    def __init__(self, channel: SideChannel) -> None:
+        self.is_held_up, self.go_on = threading.Event(), threading.Event()
+        self._real = channel._loop._poll
+        channel._loop._poll = self  # type: ignore[assignment]
+
+    def poll(self, timeout: float) -> object:
+        self.is_held_up.set()
+        assert self.go_on.wait(DEADLINE_S)
+        return self._real.poll(timeout)
+
+
 @contextmanager
 def at_rest(channel: SideChannel) -> Iterator[None]:
     """The channel's own thread waits, and uses no socket whatever comes."""
-    rests, go_on = threading.Event(), threading.Event()
-    real = channel._loop._poll
-
-    class Resting:
-        def poll(self, timeout: float) -> object:
-            rests.set()
-            assert go_on.wait(DEADLINE_S)
-            return real.poll(timeout)
-
-    channel._loop._poll = Resting()  # type: ignore[assignment]
+    held_up = HeldUp(channel)
     channel._outgoing.signal.set()  # so that it waits anew
-    assert rests.wait(DEADLINE_S)
+    assert held_up.is_held_up.wait(DEADLINE_S)
     try:
         yield
     finally:
-        channel._loop._poll = real
-        go_on.set()
+        held_up.go_on.set()
 
 
 def test_what_is_sent_goes_out_from_the_thread_that_sends_it(pair: tuple[SideChannel, SideChannel]) -> None:
@@ -125,24 +129,13 @@ def test_no_message_is_overlooked_whichever_threads_send_and_receive(pair: tuple
 
 def test_input_that_only_the_thread_that_sends_was_told_of_is_received(pair: tuple[SideChannel, SideChannel]) -> None:
     prefill, decode = pair
-    about_to_wait, go_on = threading.Event(), threading.Event()
-    real = decode._loop._poll
-
-    class Late:
-        """Between the last look at the sockets and the wait for their descriptors."""
-
-        def poll(self, timeout: float) -> object:
-            about_to_wait.set()
-            assert go_on.wait(DEADLINE_S)
-            return real.poll(timeout)
-
-    decode._loop._poll = Late()  # type: ignore[assignment]
+    held_up = HeldUp(decode)
     assert prefill.send(done("P/1", "D/1", 1))
-    assert about_to_wait.wait(DEADLINE_S)
+    assert held_up.is_held_up.wait(DEADLINE_S)
     assert prefill.send(done("P/1", "D/1", 2))
     time.sleep(0.2)  # it has reached decode's socket
     assert decode.send(done("D/1", "P/1", 3))
-    go_on.set()
+    held_up.go_on.set()
     assert numbers(receive(decode, 2)) == [1, 2]
 
 
