@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pdkv.errors import GeometryError, PdkvError, StateError, TransportError
 from pdkv.transfer.blocks import BlockPair
 from pdkv.transfer.checks import Connection, Connections, require_pairs
-from pdkv.transfer.connecting import Attempts, Connecting, Steps, run_to_end
+from pdkv.transfer.connecting import Steps
 from pdkv.transfer.first_error import FirstError
 from pdkv.transfer.fit import model_difference, require_same_bytes
 from pdkv.transfer.geometry import CacheGeometry
 from pdkv.transfer.messages import EngineRef
 from pdkv.transfer.metadata import Metadata, read_metadata, write_metadata
 from pdkv.transfer.shards import HeadSlice
-from pdkv.transfer.transport import Transfer, TransferState, Transport
+from pdkv.transfer.stepped import SteppedTransport
+from pdkv.transfer.transport import Transfer, TransferState
 
 if TYPE_CHECKING:
     from pdkv.kvcache import GrowableKVCache
@@ -75,7 +76,7 @@ class PostedTransfer(Transfer):
         """The state now, without waiting. Where it is FAILED, :attr:`reason` has been set."""
 
 
-class TransportBase(Transport, Generic[L]):
+class TransportBase(SteppedTransport, Generic[L]):
     """See the module's docstring. `geometry` is this cache's, while one is registered."""
 
     can_read = True
@@ -85,13 +86,13 @@ class TransportBase(Transport, Generic[L]):
     fences = False
 
     def __init__(self) -> None:
+        super().__init__()
         self.engine: EngineRef | None = None
         self.geometry: CacheGeometry | None = None
         self.cache: GrowableKVCache | None = None
         #: By what happened: reads, writes, bytes, failed, abandoned, connects, refused.
         self.counts: Counter[str] = Counter()
         self._connections: Connections[L] = Connections()
-        self._attempts = Attempts()
         self._running: set[PostedTransfer] = set()
         self._leaving: list[Connection[L]] = []
         self._closed = False
@@ -169,17 +170,6 @@ class TransportBase(Transport, Generic[L]):
     def describe(self) -> bytes:
         engine, geometry = self._require_registered()
         return write_metadata(Metadata(self.name, engine, geometry.encode(), self._do_describe()))
-
-    def connect(
-        self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0, heads: HeadSlice | None = None
-    ) -> None:
-        self._attempts.abandon(peer.engine_id)
-        run_to_end(self._meet(peer, metadata, timeout_s, heads))
-
-    def begin_connect(
-        self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0, heads: HeadSlice | None = None
-    ) -> Connecting:
-        return self._attempts.begin(peer.engine_id, self._meet(peer, metadata, timeout_s, heads))
 
     def _meet(self, peer: EngineRef, metadata: bytes, timeout_s: float, heads: HeadSlice | None) -> Steps[None]:
         ours = self._require_registered()[1]

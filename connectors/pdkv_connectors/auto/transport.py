@@ -16,10 +16,11 @@ from weakref import WeakSet
 
 from pdkv.errors import StaleGenerationError, StateError, TransportError
 from pdkv.transfer.blocks import BlockPair
-from pdkv.transfer.connecting import Attempts, Connecting, Steps, run_to_end
+from pdkv.transfer.connecting import Steps
 from pdkv.transfer.first_error import FirstError
 from pdkv.transfer.messages import EngineRef
 from pdkv.transfer.shards import HeadSlice
+from pdkv.transfer.stepped import SteppedTransport
 from pdkv.transfer.transport import Transfer, TransferState, Transport
 from pdkv_connectors.auto.choosing import Choice, Chooser
 from pdkv_connectors.auto.description import Description
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class AutoTransport(Transport):
+class AutoTransport(SteppedTransport):
     """See the module's docstring.
 
     Args:
@@ -56,6 +57,7 @@ class AutoTransport(Transport):
         writes: bool = False,
         host: str | None = None,
     ) -> None:
+        super().__init__()
         self.can_write = writes
         self.verifies = verify is True
         #: Whether there is one that does, for peers that it reaches; once registered, one that can be used here.
@@ -69,7 +71,6 @@ class AutoTransport(Transport):
         self._registered: dict[str, Transport] = {}
         self._choices: dict[str, Choice] = {}
         self._transfers: WeakSet[Transfer] = WeakSet()
-        self._attempts = Attempts()
         self._closed = False
 
     # Registration.
@@ -107,17 +108,6 @@ class AutoTransport(Transport):
         return Description(self._host, {name: one.describe() for name, one in self._registered.items()}).encode()
 
     # Peers.
-
-    def connect(
-        self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0, heads: HeadSlice | None = None
-    ) -> None:
-        self._attempts.abandon(peer.engine_id)
-        run_to_end(self._meet(peer, metadata, timeout_s, heads))
-
-    def begin_connect(
-        self, peer: EngineRef, metadata: bytes, *, timeout_s: float = 5.0, heads: HeadSlice | None = None
-    ) -> Connecting:
-        return self._attempts.begin(peer.engine_id, self._meet(peer, metadata, timeout_s, heads))
 
     def _meet(self, peer: EngineRef, metadata: bytes, timeout_s: float, heads: HeadSlice | None) -> Steps[None]:
         self._require_registered()
